@@ -1,11 +1,7 @@
 """What all tests begin with."""
 
-from __future__ import annotations
-
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -27,7 +23,7 @@ for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+def _nothing_is_left(request):
     """What a test leaves behind in this process would be found by those after it."""
     marker = request.node.get_closest_marker("leaves")
     before = Leaks(marker.args if marker else ())
@@ -35,50 +31,50 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     assert before.left() == []
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--write-seconds", action="store_true", help="write what each file took to tests/helpers")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     forkserver.own()
     if config.option.write_seconds and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Seconds())
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure():
     forkserver.disown()
 
 
 class _Seconds:
     """Collects what tests took, those of all workers."""
 
-    def __init__(self) -> None:
-        self.took: list[tuple[str, float]] = []
+    def __init__(self):
+        self.took = []
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         self.took.append((report.nodeid, report.duration))
 
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
+    def pytest_sessionfinish(self, exitstatus):
         from tests.helpers import lanes
 
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             lanes.write(self.took)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     """Under `-m gpu`, collect that folder alone: the others need packages that a machine with a GPU may lack."""
     is_other = collection_path.parent == TESTS and collection_path.name != "gpu"
     return True if is_other and config.option.markexpr == "gpu" else None
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+def pytest_xdist_make_scheduler(config, log):
     from tests.helpers.lanes import FilesByTime
 
     return FilesByTime(config, log)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Mark what needs a real Slurm as slow, and with several workers let the longest begin first."""
     for item in items:
         if item.path.is_relative_to(TESTS / "slurm"):

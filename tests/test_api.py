@@ -1,14 +1,10 @@
 """`ckptman.save` and `ckptman.load` of a state dict, on their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,11 +23,11 @@ from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
 
 
-def state(value: float = 1.0) -> dict[str, Any]:
+def state(value=1.0):
     return {"w": torch.full((3, 4), value), "step": int(value), "nested": {"lr": [value, 2.0], "b": torch.ones(2)}}
 
 
-def test_there_and_back_in_place(tmp_path: Path) -> None:
+def test_there_and_back_in_place(tmp_path):
     ckptman.save(state(), tmp_path / "deep" / "folder" / "x")
     fresh = state(0.0)
     before = fresh["w"], fresh["nested"], fresh["nested"]["b"]
@@ -45,9 +41,9 @@ def test_there_and_back_in_place(tmp_path: Path) -> None:
     assert [each.name for each in (tmp_path / "deep" / "folder").iterdir()] == ["x"]
 
 
-def test_a_path_like_object_will_do(tmp_path: Path) -> None:
+def test_a_path_like_object_will_do(tmp_path):
     class Here(os.PathLike[str]):
-        def __fspath__(self) -> str:
+        def __fspath__(self):
             return str(tmp_path / "x")
 
     ckptman.save(state(), Here())
@@ -59,19 +55,17 @@ def test_a_path_like_object_will_do(tmp_path: Path) -> None:
 class Going(Disk):
     """Takes the process to another folder while a save is being written."""
 
-    def __init__(self, to: Path) -> None:
+    def __init__(self, to):
         self._to = to
 
-    def sync_file(self, fd: int) -> None:
+    def sync_file(self, fd):
         os.chdir(self._to)
         super().sync_file(fd)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("way", ["Checkpointer", "StorageWriter"])
-def test_a_process_that_goes_to_another_folder_saves_where_it_was_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_a_process_that_goes_to_another_folder_saves_where_it_was_told(tmp_path, monkeypatch, way):
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -112,21 +106,19 @@ dcp.save({"x": torch.ones(3)}, storage_writer=ckptman.StorageWriter(sys.argv[1])
 
 
 @pytest.mark.slow
-def test_a_process_forked_during_a_save_takes_nothing_of_it_away(tmp_path: Path) -> None:
+def test_a_process_forked_during_a_save_takes_nothing_of_it_away(tmp_path):
     subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS, str(tmp_path / "x")], check=True, timeout=60)
     ckptman.load({"x": torch.zeros(3)}, tmp_path / "x")
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("at", [1, 2])
-def test_an_interrupt_while_a_checkpoint_is_replaced_leaves_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, when: str
-) -> None:
+def test_an_interrupt_while_a_checkpoint_is_replaced_leaves_one(tmp_path, monkeypatch, at, when):
     """On a parallel file system a rename takes long enough for Ctrl-C."""
     ckptman.save(state(1.0), tmp_path / "x")
     renames, rename = list[str](), Disk.rename
 
-    def interrupted(self: Disk, source: Path, target: Path) -> None:
+    def interrupted(self, source, target):
         renames.append(target.name)
         if len(renames) != at or when == "after":
             rename(self, source, target)
@@ -141,7 +133,7 @@ def test_an_interrupt_while_a_checkpoint_is_replaced_leaves_one(
     assert fresh["step"] in (1, 2)
 
 
-def test_a_checkpoint_is_replaced_only_if_asked_for(tmp_path: Path) -> None:
+def test_a_checkpoint_is_replaced_only_if_asked_for(tmp_path):
     path = tmp_path / "x"
     ckptman.save(state(1.0), path)
     with pytest.raises(ckptman.ExistsError, match="overwrite=True"):
@@ -156,7 +148,7 @@ def test_a_checkpoint_is_replaced_only_if_asked_for(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_folder_of_others_is_not_replaced_though_it_has_a_manifest(tmp_path: Path) -> None:
+def test_a_folder_of_others_is_not_replaced_though_it_has_a_manifest(tmp_path):
     """Many programs have a `manifest.json`."""
     (tmp_path / "page").mkdir()
     (tmp_path / "page" / "manifest.json").write_text('{"name": "a web page"}')
@@ -169,7 +161,7 @@ def test_a_folder_of_others_is_not_replaced_though_it_has_a_manifest(tmp_path: P
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("writer", ["ckptman.save", "StorageWriter"])
 @pytest.mark.parametrize("what", ["a folder of somebody's", "a file", "a link"])
-def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, what: str, writer: str) -> None:
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path, what, writer):
     """`overwrite=True` and a slip of the hand: the home folder in place of the checkpoint."""
     path = tmp_path / "x"
     if what == "a file":
@@ -189,7 +181,7 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, what: str, writ
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_empty_folder_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_an_empty_folder_is_in_nobodys_way(tmp_path):
     (tmp_path / "x").mkdir()
     ckptman.save(state(2.0), tmp_path / "x", overwrite=True)
     fresh = state(0.0)
@@ -197,7 +189,7 @@ def test_an_empty_folder_is_in_nobodys_way(tmp_path: Path) -> None:
     assert fresh["step"] == 2
 
 
-def test_what_is_refused_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+def test_what_is_refused_leaves_the_older_checkpoint(tmp_path):
     path = tmp_path / "x"
     ckptman.save(state(1.0), path)
     with pytest.raises(ckptman.ConfigError, match=r"nested\.b is on the meta device"):
@@ -210,7 +202,7 @@ def test_what_is_refused_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["x"]
 
 
-SPARSE: dict[str, Callable[[], torch.Tensor]] = {
+SPARSE = {
     "coo": lambda: torch.eye(4).to_sparse(),
     "csr": lambda: torch.eye(4).to_sparse_csr(),
     "mkldnn": lambda: torch.eye(4).to_mkldnn(),
@@ -220,7 +212,7 @@ SPARSE: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", SPARSE)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*prototype", "ignore:Sparse CSR")
-def test_what_has_no_shards_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_what_has_no_shards_is_refused_by_name(tmp_path, kind):
     """torch's own DCP cannot save these either."""
     tensor = SPARSE[kind]()
     with pytest.raises(ckptman.ConfigError, match=r"deep\.x is a nested or sparse tensor .*to_dense"):
@@ -235,7 +227,7 @@ def test_what_has_no_shards_is_refused_by_name(tmp_path: Path, kind: str) -> Non
     assert not (tmp_path / "x").exists()
 
 
-def test_who_saves_what_load_refuses_is_told(tmp_path: Path) -> None:
+def test_who_saves_what_load_refuses_is_told(tmp_path):
     refused = r"not be loaded: the value hook was refused: .*getcwd.*leave the value out"
     with pytest.warns(RuntimeWarning, match=refused):
         ckptman.save({"hook": os.getcwd, "x": torch.ones(2), "log": {"step": 3}}, tmp_path / "a")
@@ -249,7 +241,7 @@ def test_who_saves_what_load_refuses_is_told(tmp_path: Path) -> None:
     assert state == {"kinds": frozenset({1})}
 
 
-def test_nothing_to_load_from(tmp_path: Path) -> None:
+def test_nothing_to_load_from(tmp_path):
     with pytest.raises(ckptman.NotFoundError, match="is no checkpoint"):
         ckptman.load(state(), tmp_path / "none")
     (tmp_path / "empty").mkdir()
@@ -257,7 +249,7 @@ def test_nothing_to_load_from(tmp_path: Path) -> None:
         ckptman.load(state(), tmp_path / "empty")
 
 
-def test_all_that_does_not_fit_is_told_at_once_and_nothing_is_filled(tmp_path: Path) -> None:
+def test_all_that_does_not_fit_is_told_at_once_and_nothing_is_filled(tmp_path):
     ckptman.save(state(), tmp_path / "x")
     asked = {
         "w": torch.zeros(4, 3),
@@ -271,12 +263,12 @@ def test_all_that_does_not_fit_is_told_at_once_and_nothing_is_filled(tmp_path: P
     text = str(caught.value)
     assert "w: checkpoint [3, 4] float32, this run [4, 3] float32" in text
     assert "nested.b: checkpoint [2] float32, this run [2] float64" in text
-    assert not asked["w"].any()  # type: ignore[attr-defined]
-    assert asked["nested"]["lr"] == "old"  # type: ignore[index]
+    assert not asked["w"].any()
+    assert asked["nested"]["lr"] == "old"
     assert asked["step"] == 0
 
 
-def test_a_tensor_and_a_plain_value_are_not_taken_for_each_other(tmp_path: Path) -> None:
+def test_a_tensor_and_a_plain_value_are_not_taken_for_each_other(tmp_path):
     ckptman.save({"a": torch.ones(1), "b": 1.0}, tmp_path / "x")
     with pytest.raises(ckptman.MismatchError, match="a: checkpoint a tensor, this run a plain value"):
         ckptman.load({"a": 0.0}, tmp_path / "x")
@@ -286,8 +278,8 @@ def test_a_tensor_and_a_plain_value_are_not_taken_for_each_other(tmp_path: Path)
     assert "b: checkpoint a plain value, this run a tensor" in str(caught.value)
 
 
-def test_dicts_in_lists_in_dicts(tmp_path: Path) -> None:
-    def nest(one: int) -> dict[str, Any]:
+def test_dicts_in_lists_in_dicts(tmp_path):
+    def nest(one):
         return {
             "layers": [{"w": torch.full((2,), one), "name": f"layer {one}"}, [torch.full((1,), one), {"deep": [one]}]],
             "numbers": [one, one + 1],
@@ -308,25 +300,25 @@ def test_dicts_in_lists_in_dicts(tmp_path: Path) -> None:
     assert fresh["top"]["no list"] == []
 
 
-def test_keys_that_are_numbers_come_back_as_numbers(tmp_path: Path) -> None:
+def test_keys_that_are_numbers_come_back_as_numbers(tmp_path):
     ckptman.save({"x": {1: 2.5, 2: {3: torch.ones(2)}}}, tmp_path / "x")
-    fresh: dict[str, Any] = {"x": {1: 0.0, 2: {3: torch.zeros(2)}}}
+    fresh = {"x": {1: 0.0, 2: {3: torch.zeros(2)}}}
     ckptman.load(fresh, tmp_path / "x")
     assert fresh["x"][1] == 2.5
     assert torch.equal(fresh["x"][2][3], torch.ones(2))
     assert list(fresh["x"]) == [1, 2]
 
 
-def test_a_value_that_has_grown_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_value_that_has_grown_is_replaced_whole(tmp_path):
     ckptman.save({"seen": [1, 2, 3], "counts": OrderedDict(a=1), "text": "new"}, tmp_path / "x")
-    fresh: dict[str, Any] = {"seen": [], "counts": {}, "text": None}
+    fresh = {"seen": [], "counts": {}, "text": None}
     ckptman.load(fresh, tmp_path / "x")
     assert fresh == {"seen": [1, 2, 3], "counts": {"a": 1}, "text": "new"}
 
 
-def test_what_the_checkpoint_holds_besides_is_left_there(tmp_path: Path) -> None:
+def test_what_the_checkpoint_holds_besides_is_left_there(tmp_path):
     ckptman.save(state() | {"more": torch.ones(9)}, tmp_path / "x")
-    fresh: dict[str, Any] = {"nested": {"b": torch.zeros(2)}}
+    fresh = {"nested": {"b": torch.zeros(2)}}
     ckptman.load(fresh, tmp_path / "x")
     assert torch.equal(fresh["nested"]["b"], torch.ones(2))
     assert list(fresh) == ["nested"]
@@ -337,17 +329,17 @@ def test_what_the_checkpoint_holds_besides_is_left_there(tmp_path: Path) -> None
 
 
 class Position:
-    def __init__(self) -> None:
+    def __init__(self):
         self.at = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.at = state["at"]
 
 
-def trained(seed: int, steps: int, **options: Any) -> dict[str, Any]:
+def trained(seed, steps, **options):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + seed, **options)
@@ -362,10 +354,10 @@ def trained(seed: int, steps: int, **options: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "schedule": schedule, "data": position, "epoch": steps}
 
 
-def flat(state: dict[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
+def flat(state):
+    found = {}
 
-    def walk(value: Any, name: str) -> None:
+    def walk(value, name):
         if isinstance(value, dict):
             for key, each in value.items():
                 walk(each, f"{name}.{key}")
@@ -380,7 +372,7 @@ def flat(state: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def test_modules_optimizers_and_what_else_has_a_state(tmp_path: Path) -> None:
+def test_modules_optimizers_and_what_else_has_a_state(tmp_path):
     saved = trained(0, 5)
     ckptman.save(saved, tmp_path / "x")
     fresh = trained(1, 0)
@@ -390,7 +382,7 @@ def test_modules_optimizers_and_what_else_has_a_state(tmp_path: Path) -> None:
     assert all(fresh[name] is value for name, value in objects.items())
 
 
-def test_an_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_an_optimizer_goes_on_as_if_nothing_had_happened(tmp_path):
     saved = trained(0, 3, amsgrad=True)
     ckptman.save(saved, tmp_path / "x")
     fresh = trained(1, 2, amsgrad=True)
@@ -403,7 +395,7 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None
     assert flat(fresh) == flat(saved)
 
 
-def test_an_optimizer_that_has_not_stepped(tmp_path: Path) -> None:
+def test_an_optimizer_that_has_not_stepped(tmp_path):
     saved = trained(0, 0)
     ckptman.save(saved, tmp_path / "x")
     fresh = trained(1, 0)
@@ -411,8 +403,8 @@ def test_an_optimizer_that_has_not_stepped(tmp_path: Path) -> None:
     assert flat(fresh) == flat(saved)
 
 
-def test_a_parameter_that_never_had_a_gradient(tmp_path: Path) -> None:
-    def run(steps: int) -> dict[str, Any]:
+def test_a_parameter_that_never_had_a_gradient(tmp_path):
+    def run(steps):
         model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
         optimizer = torch.optim.Adam(model.parameters())
         for _ in range(steps):
@@ -426,7 +418,7 @@ def test_a_parameter_that_never_had_a_gradient(tmp_path: Path) -> None:
     assert flat(fresh) == flat(saved)
 
 
-def test_a_module_that_does_not_fit_is_left_alone(tmp_path: Path) -> None:
+def test_a_module_that_does_not_fit_is_left_alone(tmp_path):
     ckptman.save({"model": nn.Linear(3, 3)}, tmp_path / "x")
     other = nn.Sequential(nn.Linear(3, 3))
     before = other[0].weight.detach().clone()
@@ -439,7 +431,7 @@ def test_a_module_that_does_not_fit_is_left_alone(tmp_path: Path) -> None:
 # ---- other writers, and checking -------------------------------------------------------------------------------------
 
 
-def test_what_plain_dcp_saved(tmp_path: Path) -> None:
+def test_what_plain_dcp_saved(tmp_path):
     saved = state(3.0) | {"layers": [{"w": torch.full((4,), 3)}, {"w": torch.full((4,), 4)}], "keys": {5: 6}}
     with pytest.warns(UserWarning, match="single process"):
         dcp.save(saved, checkpoint_id=tmp_path / "x")
@@ -452,7 +444,7 @@ def test_what_plain_dcp_saved(tmp_path: Path) -> None:
         ckptman.load({"v": torch.zeros(1)}, tmp_path / "x")
 
 
-def test_a_block_that_has_changed_is_found_if_checked(tmp_path: Path) -> None:
+def test_a_block_that_has_changed_is_found_if_checked(tmp_path):
     weights = torch.arange(100_000.0)
     ckptman.save({"w": weights, "small": torch.ones(3)}, tmp_path / "x")
     file = tmp_path / "x" / "__0_0.distcp"
@@ -467,7 +459,7 @@ def test_a_block_that_has_changed_is_found_if_checked(tmp_path: Path) -> None:
     assert torch.equal(fresh["w"] != weights, torch.arange(100_000) == 50_000)
 
 
-def test_a_step_of_a_run_is_known_by_its_name(tmp_path: Path) -> None:
+def test_a_step_of_a_run_is_known_by_its_name(tmp_path):
     path = tmp_path / "step-0000000042"
     ckptman.save(state(), path)
     manifest = json.loads((path / "manifest.json").read_bytes())
@@ -477,19 +469,19 @@ def test_a_step_of_a_run_is_known_by_its_name(tmp_path: Path) -> None:
     assert fresh["step"] == 1
 
 
-def test_the_manifest_does_not_say_that_dcp_saved_it(tmp_path: Path) -> None:
+def test_the_manifest_does_not_say_that_dcp_saved_it(tmp_path):
     ckptman.save(state(), tmp_path / "x")
     assert "dcp" not in json.loads((tmp_path / "x" / "manifest.json").read_bytes())["reason"]
 
 
-def on_two_ranks(folder: str) -> list[str]:
+def on_two_ranks(folder):
     """Errors that one rank alone would meet come on both."""
     rank, told = dist.get_rank(), []
     mesh = init_device_mesh("cpu", (2,))
     sharded = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)], src_data_rank=None)
     ckptman.save({"x": sharded, "step": 1}, f"{folder}/x")
 
-    def attempt(work: Any) -> None:
+    def attempt(work):
         try:
             work()
         except ckptman.CkptmanError as error:
@@ -510,7 +502,7 @@ def on_two_ranks(folder: str) -> list[str]:
     return told
 
 
-def test_errors_are_the_same_on_every_rank(tmp_path: Path) -> None:
+def test_errors_are_the_same_on_every_rank(tmp_path):
     first, second = run_ranks(2, on_two_ranks, str(tmp_path))
     assert first == second
     kinds = [text.split()[0] for text in first]
@@ -521,18 +513,18 @@ def test_errors_are_the_same_on_every_rank(tmp_path: Path) -> None:
 class FixedKeys(dict[str, Any]):
     """A mapping whose keys cannot be changed."""
 
-    def __delitem__(self, key: str) -> None:
+    def __delitem__(self, key):
         raise TypeError("its keys are fixed")
 
-    clear = __delitem__  # type: ignore[assignment]
+    clear = __delitem__
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key, value):
         if key not in self:
             raise TypeError("its keys are fixed")
         super().__setitem__(key, value)
 
 
-def test_mappings_of_fixed_keys_are_filled(tmp_path: Path) -> None:
+def test_mappings_of_fixed_keys_are_filled(tmp_path):
     ckptman.save(state(), tmp_path / "x")
     fresh = FixedKeys(state(0.0) | {"nested": FixedKeys(state(0.0)["nested"])})
     ckptman.load(fresh, tmp_path / "x")
@@ -541,8 +533,8 @@ def test_mappings_of_fixed_keys_are_filled(tmp_path: Path) -> None:
     assert torch.equal(fresh["nested"]["b"], torch.ones(2))
 
 
-def test_what_is_in_the_state_twice_stays_one(tmp_path: Path) -> None:
-    def twice(value: float) -> dict[str, Any]:
+def test_what_is_in_the_state_twice_stays_one(tmp_path):
+    def twice(value):
         shared = {"lr": value, "steps": [value]}
         return {"a": shared, "b": {"m": shared}}
 
@@ -555,8 +547,8 @@ def test_what_is_in_the_state_twice_stays_one(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("way", ["save", "StorageWriter"])
-def test_a_step_that_is_named_is_in_the_manifest(tmp_path: Path, way: str) -> None:
-    def save(path: Path, step: Any = None) -> None:
+def test_a_step_that_is_named_is_in_the_manifest(tmp_path, way):
+    def save(path, step=None):
         if way == "save":
             ckptman.save(state(), path, step=step)
         else:
@@ -577,7 +569,7 @@ def test_a_step_that_is_named_is_in_the_manifest(tmp_path: Path, way: str) -> No
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_step_of_a_writer_is_that_of_its_own_path_only(tmp_path: Path) -> None:
+def test_the_step_of_a_writer_is_that_of_its_own_path_only(tmp_path):
     writer = ckptman.StorageWriter(tmp_path / "one", step=5)
     dcp.save(state(), storage_writer=writer)
     dcp.save(state(), storage_writer=writer, checkpoint_id=tmp_path / "two")

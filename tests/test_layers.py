@@ -4,13 +4,10 @@ Each rule is a function from a source tree to the list of what breaks it. It is 
 that breaks it, so that a rule that can never fire is noticed.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,16 +62,16 @@ FILE_CALLS = {
 }
 FORBIDDEN_FOLDERS = {"torch", "dist", "build"}
 
-HOMES: dict[str, str] = ckptman._HOME
+HOMES = ckptman._HOME
 
 
-def sources(package: Path) -> Iterator[tuple[str, ast.Module]]:
+def sources(package):
     """Every module of a package: its path below the package, and its syntax tree."""
     for path in sorted(package.rglob("*.py")):
         yield path.relative_to(package).as_posix(), ast.parse(path.read_text(), str(path))
 
 
-def layer_of(module: str) -> str:
+def layer_of(module):
     """The room of `ckptman.format.paths`: format. Names that the package lends out count as their home."""
     parts = module.split(".")
     if len(parts) == 1:
@@ -83,7 +80,7 @@ def layer_of(module: str) -> str:
     return home.split(".")[1] if home else parts[1]
 
 
-def imports(tree: ast.Module, package_parts: list[str]) -> Iterator[tuple[int, str]]:
+def imports(tree, package_parts):
     """Line and full name of everything a module imports, at its top or inside functions, relative imports resolved."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -97,7 +94,7 @@ def imports(tree: ast.Module, package_parts: list[str]) -> Iterator[tuple[int, s
             yield node.lineno, f"ckptman.{node.attr}"
 
 
-def upward_imports(package: Path) -> list[str]:
+def upward_imports(package):
     """Imports to a layer that is not left of the importing one, and modules that belong to no layer."""
     found = []
     for where, tree in sources(package):
@@ -116,7 +113,7 @@ def upward_imports(package: Path) -> list[str]:
     return found
 
 
-def eager_root_imports(package: Path) -> list[str]:
+def eager_root_imports(package):
     """What `ckptman/__init__.py` imports of the package for more than the type checker, besides the names of before."""
     tree = ast.parse((package / "__init__.py").read_text())
     for node in ast.walk(tree):
@@ -126,7 +123,7 @@ def eager_root_imports(package: Path) -> list[str]:
     return [f"__init__.py:{line} imports {name}" for line, name in found]
 
 
-def impurities(package: Path) -> list[str]:
+def impurities(package):
     """What policies import or call that could look at the world."""
     found = []
     for where, tree in sources(package):
@@ -143,7 +140,7 @@ def impurities(package: Path) -> list[str]:
     return found
 
 
-def torch_below(package: Path) -> list[str]:
+def torch_below(package):
     """Imports of torch outside of the layers that may know it."""
     return [
         f"{where}:{line} imports {name}"
@@ -154,7 +151,7 @@ def torch_below(package: Path) -> list[str]:
     ]
 
 
-def private_names_of_torch(package: Path) -> list[str]:
+def private_names_of_torch(package):
     """Imports of private names of torch, or from private modules of it, outside of the one place for them."""
     found = []
     for where, tree in sources(package):
@@ -172,7 +169,7 @@ def private_names_of_torch(package: Path) -> list[str]:
     return found
 
 
-def durable_calls_elsewhere(package: Path) -> list[str]:
+def durable_calls_elsewhere(package):
     """Calls that flush, rename or remove files outside of `io/durable_files.py`, unless they are made on a `Disk`."""
     found = []
     for where, tree in sources(package):
@@ -187,7 +184,7 @@ def durable_calls_elsewhere(package: Path) -> list[str]:
     return found
 
 
-def crowded_folders(package: Path) -> list[str]:
+def crowded_folders(package):
     """Folders with more files than somebody takes in at a look."""
     found = []
     for folder in sorted({path.parent for path in package.rglob("*.py")}):
@@ -197,21 +194,21 @@ def crowded_folders(package: Path) -> list[str]:
     return found
 
 
-def forbidden_folders(top: Path) -> list[str]:
+def forbidden_folders(top):
     """Folders with a name that would hide a package, or that tools throw away."""
     return [str(path) for path in sorted(top.rglob("*")) if path.is_dir() and path.name in FORBIDDEN_FOLDERS]
 
 
-def _called(call: ast.Call) -> str:
+def _called(call):
     return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
 
 
-def _is_disk(node: ast.expr) -> bool:
+def _is_disk(node):
     name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
     return name.strip("_").lower() == "disk"
 
 
-def _touches_files(node: ast.Attribute, tree: ast.Module) -> bool:
+def _touches_files(node, tree):
     of_os = isinstance(node.value, ast.Name) and node.value.id in ("os", "shutil")
     if node.attr in FILE_CALLS:
         return True
@@ -237,11 +234,11 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_package_keeps(name: str) -> None:
+def test_the_package_keeps(name):
     assert RULES[name](PACKAGE) == []
 
 
-def test_no_folder_of_the_project_hides_a_package() -> None:
+def test_no_folder_of_the_project_hides_a_package():
     project = PACKAGE.parent
     for top in ("tests", "examples", "benchmarks", "docs", "slurm_templates"):
         assert forbidden_folders(project / top) == []
@@ -284,7 +281,7 @@ def test_no_folder_of_the_project_hides_a_package() -> None:
         ("forbidden folders", "io/build/x.py", "", "build"),
     ],
 )
-def test_each_rule_can_be_broken(tmp_path: Path, rule: str, where: str, text: str, complaint: str) -> None:
+def test_each_rule_can_be_broken(tmp_path, rule, where, text, complaint):
     path = tmp_path / where
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -301,7 +298,7 @@ def test_each_rule_can_be_broken(tmp_path: Path, rule: str, where: str, text: st
         ("__init__.py", "if TYPE_CHECKING:\n    from ckptman.errors import CkptmanError"),
     ],
 )
-def test_what_is_allowed(tmp_path: Path, where: str, text: str) -> None:
+def test_what_is_allowed(tmp_path, where, text):
     path = tmp_path / where
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -309,7 +306,7 @@ def test_what_is_allowed(tmp_path: Path, where: str, text: str) -> None:
     assert [line for rule in RULES.values() for line in rule(tmp_path)] == []
 
 
-def torch_free_modules() -> list[str]:
+def torch_free_modules():
     """Every module that must load without torch: all but those of the rooms that may know it."""
     names = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -319,20 +316,20 @@ def torch_free_modules() -> list[str]:
     return names
 
 
-def loads_torch(modules: list[str]) -> bool:
+def loads_torch(modules):
     """Whether a fresh interpreter that imports these modules has torch loaded."""
     lines = [*(f"import {name}" for name in modules), "import sys", "print('torch' in sys.modules)"]
     command = [sys.executable, "-c", "\n".join(lines)]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip() == "True"
 
 
-def test_nothing_outside_the_rooms_of_torch_loads_it() -> None:
+def test_nothing_outside_the_rooms_of_torch_loads_it():
     modules = torch_free_modules()
     assert {"ckptman", "ckptman.cli", "ckptman.catalog.catalog", "ckptman.scheduler.chain"} <= set(modules)
     assert not loads_torch(modules)
 
 
-def test_the_public_names_of_torch_free_layers_load_no_torch() -> None:
+def test_the_public_names_of_torch_free_layers_load_no_torch():
     names = [f"ckptman.{name}" for name, home in HOMES.items() if home.split(".")[1] not in TORCH_ROOMS]
     assert not loads_torch(["ckptman\n" + "\n".join(names)])
     assert loads_torch(["sys\nsys.modules['torch'] = sys"]), "the check must be able to see torch"

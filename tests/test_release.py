@@ -29,7 +29,7 @@ class Release:
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
+def release(tmp_path_factory):
     pytest.importorskip("hatchling")
     pytest.importorskip("hatch_fancy_pypi_readme")
     folder = tmp_path_factory.mktemp("release")
@@ -44,7 +44,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
     return Release(source, sdist, wheel)
 
 
-def test_the_wheel_holds_the_package_alone_and_the_sdist_what_tests_read(release: Release) -> None:
+def test_the_wheel_holds_the_package_alone_and_the_sdist_what_tests_read(release):
     with zipfile.ZipFile(release.wheel) as archive:
         names = archive.namelist()
     assert {name.split("/")[0] for name in names} == {"ckptman", f"ckptman-{ckptman.__version__}.dist-info"}
@@ -57,7 +57,7 @@ def test_the_wheel_holds_the_package_alone_and_the_sdist_what_tests_read(release
         assert (release.source / name).exists(), name
 
 
-def test_what_an_index_is_told(release: Release) -> None:
+def test_what_an_index_is_told(release):
     from packaging.metadata import Metadata
 
     with zipfile.ZipFile(release.wheel) as archive:
@@ -75,7 +75,7 @@ def test_what_an_index_is_told(release: Release) -> None:
     assert not [each for each in links if not each.startswith("https://")]
 
 
-def test_all_files_agree_on_the_version() -> None:
+def test_all_files_agree_on_the_version():
     version = re.escape(ckptman.__version__)
     assert re.search(rf"^version: {version}$", (REPOSITORY / "CITATION.cff").read_text(), re.MULTILINE)
     [newest, *_] = re.findall(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
@@ -84,7 +84,7 @@ def test_all_files_agree_on_the_version() -> None:
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
-def test_a_clean_environment_passes_the_demo(release: Release, tmp_path: Path) -> None:
+def test_a_clean_environment_passes_the_demo(release, tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
     install = [python, "-m", "pip", "install", "--quiet", "--constraint", REPOSITORY / "constraints.txt"]

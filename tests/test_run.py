@@ -1,12 +1,9 @@
 """`ckptman.Run`: what a program learns of a run, without torch, and without leaving a trace."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from ckptman.runtime.journal import Journal
 from tests.helpers.checkpoints import commit
 
 
-def test_checkpoints_come_in_order_of_commit_each_with_what_is_known_of_it(tmp_path: Path) -> None:
+def test_checkpoints_come_in_order_of_commit_each_with_what_is_known_of_it(tmp_path):
     commit(tmp_path, 30, metrics={"loss": 0.5}, ranks=4)
     pin(commit(tmp_path, 20).path, "the paper", by="me", time_seconds=1.0, disk=DISK)
     (commit(tmp_path, 10).path / "index.json").unlink()
@@ -33,7 +30,7 @@ def test_checkpoints_come_in_order_of_commit_each_with_what_is_known_of_it(tmp_p
     assert (third.problem, third.counts) == ("index.json is missing", False)
 
 
-def test_latest_and_best_are_among_those_that_count(tmp_path: Path) -> None:
+def test_latest_and_best_are_among_those_that_count(tmp_path):
     run = ckptman.Run(tmp_path)
     assert (run.latest, run.best("loss")) == (None, None)
     for step, loss in ((1, 0.5), (2, 0.25), (3, 0.25), (4, float("nan")), (5, float("-inf")), (6, 0.0)):
@@ -46,10 +43,10 @@ def test_latest_and_best_are_among_those_that_count(tmp_path: Path) -> None:
     assert run.best("accuracy") is None
     assert run.checkpoints[-2].problem == "a block is not what was saved"
     with pytest.raises(ckptman.ConfigError, match='"min" or "max"'):
-        run.best("loss", "lowest")  # type: ignore[arg-type]
+        run.best("loss", "lowest")
 
 
-def test_the_best_is_right_where_a_copy_has_the_sequence_of_another(tmp_path: Path) -> None:
+def test_the_best_is_right_where_a_copy_has_the_sequence_of_another(tmp_path):
     for step, loss in ((1, 0.5), (2, 0.25)):
         commit(tmp_path, step, metrics={"loss": loss}, sequence=4)
     run = ckptman.Run(tmp_path)
@@ -57,7 +54,7 @@ def test_the_best_is_right_where_a_copy_has_the_sequence_of_another(tmp_path: Pa
     assert [each.step for each in found if each is not None] == [2, 1]
 
 
-def test_latest_is_what_a_restore_takes_so_it_is_finite_where_one_is(tmp_path: Path) -> None:
+def test_latest_is_what_a_restore_takes_so_it_is_finite_where_one_is(tmp_path):
     model, policy = torch.nn.Linear(2, 2), ckptman.EverySteps(1)
     with ckptman.Checkpointer(tmp_path, {"w": model}, save_policy=policy, async_save=False) as checkpointer:
         for step, value in ((1, 1.0), (2, float("nan"))):
@@ -68,7 +65,7 @@ def test_latest_is_what_a_restore_takes_so_it_is_finite_where_one_is(tmp_path: P
     assert [each.step for each in (run.latest, run.best("loss")) if each is not None] == [1, 1]
 
 
-def test_latest_is_none_that_a_restore_suspects(tmp_path: Path) -> None:
+def test_latest_is_none_that_a_restore_suspects(tmp_path):
     for step in (1, 2):
         commit(tmp_path, step)
     journal = Journal(journal_path(tmp_path))
@@ -84,7 +81,7 @@ def test_latest_is_none_that_a_restore_suspects(tmp_path: Path) -> None:
     assert run.latest.step == 2, "where all are suspect, a restore says so and somebody has to look"
 
 
-def test_what_a_newer_ckptman_wrote_may_be_the_latest_so_none_before_it_is(tmp_path: Path) -> None:
+def test_what_a_newer_ckptman_wrote_may_be_the_latest_so_none_before_it_is(tmp_path):
     commit(tmp_path, 1, metrics={"loss": 1.0})
     manifest = commit(tmp_path, 2).path / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": 99}))
@@ -95,7 +92,7 @@ def test_what_a_newer_ckptman_wrote_may_be_the_latest_so_none_before_it_is(tmp_p
             ask()
 
 
-def test_events_are_those_of_the_journal_and_tell_the_run_id_before_the_first_checkpoint(tmp_path: Path) -> None:
+def test_events_are_those_of_the_journal_and_tell_the_run_id_before_the_first_checkpoint(tmp_path):
     run = ckptman.Run(tmp_path)
     assert (run.events(), run.run_id) == ([], None)
     journal = Journal(journal_path(tmp_path))
@@ -105,7 +102,7 @@ def test_events_are_those_of_the_journal_and_tell_the_run_id_before_the_first_ch
     assert run.run_id == "italia"
 
 
-def test_a_root_that_is_none_is_never_an_empty_run(tmp_path: Path) -> None:
+def test_a_root_that_is_none_is_never_an_empty_run(tmp_path):
     folder = commit(tmp_path, 1).path
     away = ckptman.Run(tmp_path / "away")
     for ask in (lambda: away.checkpoints, lambda: away.latest, away.events, lambda: away.run_id):
@@ -123,7 +120,7 @@ print(sorted({"torch", "numpy", "rich"} & set(sys.modules)))
 """
 
 
-def test_asking_needs_no_torch_and_no_numpy_and_writes_nothing(tmp_path: Path) -> None:
+def test_asking_needs_no_torch_and_no_numpy_and_writes_nothing(tmp_path):
     commit(tmp_path, 1, metrics={"loss": 1.0})
     before = sorted((each, each.stat().st_mtime_ns) for each in tmp_path.rglob("*"))
     ran = subprocess.run([sys.executable, "-c", ASK, str(tmp_path)], capture_output=True, text=True, timeout=60)

@@ -1,13 +1,8 @@
 """The benchmarks as a script: what a part measured is kept whatever happens to the others, and the GPU part runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +15,7 @@ from benchmarks.engine.team import MeasureError
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     """As in the processes of the campaign: with more, steps that take microseconds wait for cores that others have."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -28,7 +23,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def here(function: Callable[..., Any], *arguments: Any, limit_seconds: float = 0) -> Any:
+def here(function, *arguments, limit_seconds=0):
     """In place of a process of its own."""
     try:
         return function(*arguments)
@@ -36,27 +31,25 @@ def here(function: Callable[..., Any], *arguments: Any, limit_seconds: float = 0
         raise MeasureError(f"Traceback:\n{error}") from None
 
 
-def one_row(plan: Plan) -> list[Section]:
+def one_row(plan):
     return [Section("one", "A part that works", "s", rows={"row": [1.0] * plan.repeat})]
 
 
-def fails(plan: Plan) -> list[Section]:
+def fails(plan):
     raise ValueError("no such device [sic]")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> dict[str, Any]:
+def run(monkeypatch, folder, *arguments):
     monkeypatch.setattr(sys, "argv", ["benchmarks", f"--root={folder}", f"--out={folder}", "--quick", *arguments])
     campaign.main()
-    found: dict[str, Any] = json.loads((folder / "bench.json").read_text())
+    found = json.loads((folder / "bench.json").read_text())
     return found
 
 
-def test_a_part_that_fails_takes_no_other_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written: list[set[str]] = []
+def test_a_part_that_fails_takes_no_other_along(tmp_path, monkeypatch, capsys):
+    written = []
 
-    def look(plan: Plan) -> list[Section]:
+    def look(plan):
         written.append({each["key"] for each in json.loads((tmp_path / "bench.json").read_text())["sections"]})
         return []
 
@@ -73,9 +66,7 @@ def test_a_part_that_fails_takes_no_other_along(
     assert "second, 1 of 2 has failed: no such device [sic]" in shown
 
 
-def test_without_a_gpu_its_part_is_left_out_and_refused_where_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_its_part_is_left_out_and_refused_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(campaign, "fresh", here)
     monkeypatch.setattr(campaign, "PARTS", {"first": [one_row], "gpu": [fails]})
     monkeypatch.setattr(campaign.torch.cuda, "is_available", lambda: False)
@@ -88,7 +79,7 @@ def test_without_a_gpu_its_part_is_left_out_and_refused_where_it_is_asked_for(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 @pytest.mark.parametrize("loop", gpu.LOOPS)
-def test_the_gpu_part_tried_out_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
+def test_the_gpu_part_tried_out_on_the_cpu(tmp_path, monkeypatch, loop):
     monkeypatch.setattr(gpu, "fresh", here)
     monkeypatch.setattr(gpu, "NAMES", (CKPTMAN, gpu.OVERLAP))
     monkeypatch.setattr(gpu, "QUIET_SECONDS", 0.02)
@@ -107,7 +98,7 @@ def test_the_gpu_part_tried_out_on_the_cpu(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_the_state_of_the_gpu_part_is_that_of_adamw() -> None:
+def test_the_state_of_the_gpu_part_is_that_of_adamw():
     """Parameters and two moments, nearly all of it what optimizer steps alone change, so that overlap can show."""
     size = 8 << 20
     for make in gpu.LOOPS.values():
@@ -118,13 +109,13 @@ def test_the_state_of_the_gpu_part_is_that_of_adamw() -> None:
         assert held == pytest.approx(3 * parameters, rel=0.01)
 
 
-def test_a_contestant_whose_time_is_over_begins_no_further_round(tmp_path: Path) -> None:
+def test_a_contestant_whose_time_is_over_begins_no_further_round(tmp_path):
     plan = Plan(1 << 18, 50, tmp_path, True, "cpu")
     assert len(gpu._moves(CKPTMAN, 1 << 18, tmp_path, plan, time.monotonic())) == gpu.LEAST_ROUNDS - 1
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of DCP, that there is one process
-def test_rates_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_on_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "fresh", here)
     monkeypatch.setattr(gpu, "SHM", str(tmp_path / "none" / "there"))
     save, load, *no_room = gpu.rates(Plan(1 << 18, 1, tmp_path, True, "cpu"))

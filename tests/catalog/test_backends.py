@@ -1,12 +1,8 @@
 """The contract of `Backend`: one suite for every implementation."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from ckptman.catalog.backends.backend import Backend, open_backend
+from ckptman.catalog.backends.backend import open_backend
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.object_store import ObjectBackend
 from ckptman.catalog.catalog import Catalog
@@ -27,9 +23,9 @@ ROLLBACK = Rollback(id="0123456789abcdef", to_step=100, time_seconds=1.0, why="a
 
 
 @pytest.fixture(params=["folder", "memory of fsspec", "s3"])
-def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+def backend(request, tmp_path):
     if request.param == "folder":
-        made: Backend = LocalBackend(tmp_path / "place")
+        made = LocalBackend(tmp_path / "place")
     elif request.param == "s3":
         request.getfixturevalue("proxy")
         made = open_backend(f"s3://{request.getfixturevalue('bucket')}/runs")
@@ -40,29 +36,29 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     for step in (100, 200, 300):
         commit(tmp_path / "source", step)
     return tmp_path / "source"
 
 
-def fill(backend: Backend, source: Path) -> None:
+def fill(backend, source):
     for entry in Catalog(source).complete():
         copy_checkpoint(entry, backend)
 
 
-def steps(backend: Backend) -> list[int]:
+def steps(backend):
     return [entry.step for entry in backend.list() if entry.complete]
 
 
-def test_what_holds_nothing_lists_nothing(backend: Backend) -> None:
+def test_what_holds_nothing_lists_nothing(backend):
     backend.check_there()
     assert backend.list() == []
     assert list(backend.rollbacks()) == []
     backend.prune(KeepLast(1), lambda records: True)
 
 
-def test_what_was_copied_there_is_listed_in_order_of_commit(backend: Backend, source: Path) -> None:
+def test_what_was_copied_there_is_listed_in_order_of_commit(backend, source):
     fill(backend, source)
     backend.settle()
     assert steps(backend) == [100, 200, 300]
@@ -76,7 +72,7 @@ def test_what_was_copied_there_is_listed_in_order_of_commit(backend: Backend, so
     assert entry.record().verified, "no copy is there that was not read back"
 
 
-def test_it_is_copied_back_as_it_was(backend: Backend, source: Path, tmp_path: Path) -> None:
+def test_it_is_copied_back_as_it_was(backend, source, tmp_path):
     fill(backend, source)
     for entry in backend.list():
         with backend.reading(entry, "a test"):
@@ -85,7 +81,7 @@ def test_it_is_copied_back_as_it_was(backend: Backend, source: Path, tmp_path: P
     assert holds(tmp_path / "back") == holds(source)
 
 
-def test_the_files_of_an_entry_are_read_by_range(backend: Backend, source: Path) -> None:
+def test_the_files_of_an_entry_are_read_by_range(backend, source):
     fill(backend, source)
     original = backend.open(backend.list()[0])
     assert MANIFEST not in original.facts.sizes
@@ -100,7 +96,7 @@ def test_the_files_of_an_entry_are_read_by_range(backend: Backend, source: Path)
     assert original.lost() is None
 
 
-def test_what_was_deleted_is_gone_and_known_to_be(backend: Backend, source: Path) -> None:
+def test_what_was_deleted_is_gone_and_known_to_be(backend, source):
     fill(backend, source)
     first = backend.list()[0]
     original = backend.open(first)
@@ -111,9 +107,7 @@ def test_what_was_deleted_is_gone_and_known_to_be(backend: Backend, source: Path
         backend.open(first)
 
 
-def test_a_copy_that_is_there_is_not_made_again_and_another_is_not_replaced(
-    backend: Backend, source: Path, tmp_path: Path
-) -> None:
+def test_a_copy_that_is_there_is_not_made_again_and_another_is_not_replaced(backend, source, tmp_path):
     fill(backend, source)
     entry, other = Catalog(source).entry(100), commit(tmp_path / "other", 100, rows=16)
     assert copy_checkpoint(entry, backend).already
@@ -123,7 +117,7 @@ def test_a_copy_that_is_there_is_not_made_again_and_another_is_not_replaced(
     assert {each.identity for each in backend.list() if each.step == 100} == {other.identity}
 
 
-def test_a_draft_is_nothing_that_counts(backend: Backend, source: Path) -> None:
+def test_a_draft_is_nothing_that_counts(backend, source):
     facts = LocalBackend(source).open(Catalog(source).entry(100)).facts
     with backend.receive(facts) as draft, draft.claimed(False):
         assert steps(backend) == []
@@ -132,7 +126,7 @@ def test_a_draft_is_nothing_that_counts(backend: Backend, source: Path) -> None:
 
 
 @pytest.mark.parametrize("again", [1, 2])
-def test_prune_deletes_what_no_rule_keeps(again: int, backend: Backend, source: Path) -> None:
+def test_prune_deletes_what_no_rule_keeps(again, backend, source):
     fill(backend, source)
     backend.prune(KeepLast(1), lambda records: False)
     assert steps(backend) == [100, 200, 300]
@@ -141,7 +135,7 @@ def test_prune_deletes_what_no_rule_keeps(again: int, backend: Backend, source: 
     assert steps(backend) == [300]
 
 
-def test_a_note_is_created_once_and_replaced_as_a_whole(backend: Backend) -> None:
+def test_a_note_is_created_once_and_replaced_as_a_whole(backend):
     assert backend.read_note("a.json") is None
     assert backend.create_note("a.json", b"one")
     assert not backend.create_note("a.json", b"two")
@@ -150,7 +144,7 @@ def test_a_note_is_created_once_and_replaced_as_a_whole(backend: Backend) -> Non
     assert backend.read_note("a.json") == b"three"
 
 
-def test_a_rollback_is_handed_on_once(backend: Backend, source: Path) -> None:
+def test_a_rollback_is_handed_on_once(backend, source):
     fill(backend, source)
     for _ in range(2):
         backend.hand_on([ROLLBACK])
@@ -158,7 +152,7 @@ def test_a_rollback_is_handed_on_once(backend: Backend, source: Path) -> None:
     assert steps(backend) == [100, 200, 300]
 
 
-def test_a_tier_belongs_to_one_root(backend: Backend, source: Path) -> None:
+def test_a_tier_belongs_to_one_root(backend, source):
     make_identity(source, "run")
     mark_tier(source, backend, "run", renew=False)
     mark = read_mark(backend)

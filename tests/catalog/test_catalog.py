@@ -1,7 +1,5 @@
 """The catalogue: what counts as a checkpoint, in which order, and what an unreadable root is."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -11,7 +9,6 @@ import shutil
 import stat
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckptman.catalog import catalog as catalogue_module
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog, Entry
+from ckptman.catalog.catalog import Catalog
 from ckptman.errors import ConfigError, CorruptError, FormatVersionError, NotFoundError, RootError
 from ckptman.format.manifest import Manifest, compare_names, is_plain_name, read_manifest
 from ckptman.format.paths import (
@@ -35,17 +32,17 @@ from tests.helpers.faulty_disk import manifest_of, rewrite, save
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting(monkeypatch):
     """Nobody pulls the plug here."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-def steps(root: Path) -> list[int]:
+def steps(root):
     """The steps that count, oldest commit first."""
     return [entry.step for entry in Catalog(root).complete()]
 
 
-def problem(root: Path, step: int = 100) -> str:
+def problem(root, step=100):
     entry = Catalog(root).entry(step)
     assert not entry.complete
     assert entry.problem is not None
@@ -86,7 +83,7 @@ def problem(root: Path, step: int = 100) -> str:
         "latest",
     ],
 )
-def test_a_name_that_only_resembles_ours_is_left_alone(tmp_path: Path, name: str) -> None:
+def test_a_name_that_only_resembles_ours_is_left_alone(tmp_path, name):
     save(tmp_path, 100)
     shutil.copytree(tmp_path / step_folder(100), tmp_path / name)
     assert parse_step(name) is None
@@ -102,24 +99,24 @@ def test_a_name_that_only_resembles_ours_is_left_alone(tmp_path: Path, name: str
         r"\A(([0-9a-f]{7}[a-f]|(cli|drain|full-|copy-)[0-9a-f]{8})(-[0-9]+){0,2}(-left[0-9]+)?|copy-[0-9a-f]{16})\Z"
     ),
 )
-def test_a_name_says_what_it_was_made_of(step: int, kind: Any, tag: str) -> None:
+def test_a_name_says_what_it_was_made_of(step, kind, tag):
     parsed = parse_step(step_folder(step, kind, tag))
     assert parsed == (step, kind, "" if kind == "step" else tag)
 
 
-def test_a_nonce_is_never_all_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nonce_is_never_all_digits(monkeypatch):
     made = iter([b"\x20\x26\x11\x22", b"\x00\x00\x00\x00", b"\x20\x26\x11\x2a"])
     monkeypatch.setattr(os, "urandom", lambda count: next(made))
     assert new_nonce() == "2026112a"
 
 
 @pytest.mark.parametrize("step", [-1, MAX_STEP + 1])
-def test_a_step_without_a_name(step: int) -> None:
+def test_a_step_without_a_name(step):
     with pytest.raises(ConfigError, match="a step is a number from 0 to"):
         step_folder(step)
 
 
-def test_names_of_the_run_itself(tmp_path: Path) -> None:
+def test_names_of_the_run_itself(tmp_path):
     assert parse_owner(owner_path(tmp_path, 7).name) == 7
     assert parse_owner(owner_path(tmp_path, 12_345_678).name) == 12_345_678
     for name in ("owner.json", "owner-7.json", "owner-000007.json.tmp-1-0123abcd", "owner-000007.jsonl"):
@@ -130,7 +127,7 @@ def test_names_of_the_run_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "../a", "a\0b"])
-def test_a_name_that_leaves_its_folder(tmp_path: Path, name: str) -> None:
+def test_a_name_that_leaves_its_folder(tmp_path, name):
     assert not is_plain_name(name)
     files = manifest_of(save(tmp_path, 1).path.parent, 100, {name: b""}).model_dump()["files"]
     save(tmp_path, 100)
@@ -141,7 +138,7 @@ def test_a_name_that_leaves_its_folder(tmp_path: Path, name: str) -> None:
 # ---- what counts -----------------------------------------------------------------------------------------------------
 
 
-def test_order_is_that_of_commits_also_after_a_rollback(tmp_path: Path) -> None:
+def test_order_is_that_of_commits_also_after_a_rollback(tmp_path):
     for step in (100, 200, 300):
         save(tmp_path, step)
     save(tmp_path, 150)
@@ -152,7 +149,7 @@ def test_order_is_that_of_commits_also_after_a_rollback(tmp_path: Path) -> None:
     assert steps(tmp_path) == [100, 300, 150, 200], "dates of files tell nothing"
 
 
-def test_folders_that_share_a_sequence_are_told_apart_by_time_and_step(tmp_path: Path) -> None:
+def test_folders_that_share_a_sequence_are_told_apart_by_time_and_step(tmp_path):
     for step, seconds in ((1, 30.0), (2, 20.0), (3, 30.0)):
         rewrite(save(tmp_path, step).path, sequence=1, time_seconds=seconds)
     assert steps(tmp_path) == [2, 1, 3]
@@ -189,14 +186,14 @@ def test_folders_that_share_a_sequence_are_told_apart_by_time_and_step(tmp_path:
         (lambda path: rewrite(path, format_version=2, surprise=1), "format version 2 is newer"),
     ],
 )
-def test_what_does_not_count(tmp_path: Path, damage: Any, complaint: str) -> None:
+def test_what_does_not_count(tmp_path, damage, complaint):
     save(tmp_path, 50)
     damage(save(tmp_path, 100).path)
     assert steps(tmp_path) == [50]
     assert re.search(complaint, problem(tmp_path))
 
 
-def test_a_newer_format_is_told_apart_from_damage(tmp_path: Path) -> None:
+def test_a_newer_format_is_told_apart_from_damage(tmp_path):
     rewrite(save(tmp_path, 100).path, format_version=7, sequence=None, shards={})
     entry = Catalog(tmp_path).entry(100)
     assert entry.newer_format is not None
@@ -207,7 +204,7 @@ def test_a_newer_format_is_told_apart_from_damage(tmp_path: Path) -> None:
     assert Catalog(tmp_path).entry(100).newer_format is not None
 
 
-def as_link(path: Path) -> None:
+def as_link(path):
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
 
@@ -221,14 +218,14 @@ def as_link(path: Path) -> None:
         ("manifest.json", "manifest.json is not a regular file"),
     ],
 )
-def test_links_do_not_count(tmp_path: Path, name: str, complaint: str) -> None:
+def test_links_do_not_count(tmp_path, name, complaint):
     as_link(save(tmp_path, 100).path / name)
     assert complaint in problem(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json"])
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_what_is_no_file_does_not_count_and_does_not_hang(tmp_path: Path, name: str, make: Any) -> None:
+def test_what_is_no_file_does_not_count_and_does_not_hang(tmp_path, name, make):
     path = save(tmp_path, 100).path / name
     path.unlink()
     make(path)
@@ -245,18 +242,18 @@ def test_what_is_no_file_does_not_count_and_does_not_hang(tmp_path: Path, name: 
         (os.mkfifo, "it is a file, not a folder"),
     ],
 )
-def test_what_only_has_the_name(tmp_path: Path, make: Any, complaint: str) -> None:
+def test_what_only_has_the_name(tmp_path, make, complaint):
     make(tmp_path / step_folder(100))
     assert complaint in problem(tmp_path)
     assert Catalog(tmp_path).leftovers() == []
 
 
-def test_a_file_more_than_the_manifest_names_does_no_harm(tmp_path: Path) -> None:
+def test_a_file_more_than_the_manifest_names_does_no_harm(tmp_path):
     (save(tmp_path, 100).path / "notes.txt").touch()
     assert steps(tmp_path) == [100]
 
 
-def test_every_byte_of_a_manifest_is_vouched_for(tmp_path: Path) -> None:
+def test_every_byte_of_a_manifest_is_vouched_for(tmp_path):
     path = save(tmp_path, 100).path / "manifest.json"
     data = path.read_bytes()
     in_its_end = range(8 * (len(data) - 60), 8 * len(data))
@@ -268,7 +265,7 @@ def test_every_byte_of_a_manifest_is_vouched_for(tmp_path: Path) -> None:
             read_manifest(path.parent)
 
 
-def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_manifest_comes_back_as_it_was_written(tmp_path):
     entry = save(tmp_path, 100)
     fields = {
         **entry.require_manifest().model_dump(),
@@ -289,13 +286,13 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
 # ---- the previous save of a step -------------------------------------------------------------------------------------
 
 
-def aside(entry: Entry, tag: str = "deadbeef") -> Path:
+def aside(entry, tag="deadbeef"):
     path = entry.path.with_name(f"{entry.path.name}.old-{tag}")
     entry.path.rename(path)
     return path
 
 
-def test_a_save_that_stood_aside_counts_until_the_new_one_is_there(tmp_path: Path) -> None:
+def test_a_save_that_stood_aside_counts_until_the_new_one_is_there(tmp_path):
     save(tmp_path, 50)
     old = aside(save(tmp_path, 100))
     assert steps(tmp_path) == [50, 100]
@@ -307,14 +304,14 @@ def test_a_save_that_stood_aside_counts_until_the_new_one_is_there(tmp_path: Pat
 
 
 @pytest.mark.parametrize("tags", ["af", "fa"])
-def test_of_several_that_stood_aside_the_last_committed_counts(tmp_path: Path, tags: str) -> None:
+def test_of_several_that_stood_aside_the_last_committed_counts(tmp_path, tags):
     first = aside(save(tmp_path, 100), 8 * tags[0])
     second = aside(save(tmp_path, 100), 8 * tags[1])
     assert Catalog(tmp_path).entry(100).path == second
     assert [path for path, _ in Catalog(tmp_path).leftovers()] == [first]
 
 
-def test_a_good_one_that_stood_aside_stands_in_for_a_damaged_one(tmp_path: Path) -> None:
+def test_a_good_one_that_stood_aside_stands_in_for_a_damaged_one(tmp_path):
     old = aside(save(tmp_path, 100))
     (save(tmp_path, 100).path / "__0_0.distcp").unlink()
     assert Catalog(tmp_path).entry(100).path == old
@@ -324,7 +321,7 @@ def test_a_good_one_that_stood_aside_stands_in_for_a_damaged_one(tmp_path: Path)
     assert Catalog(tmp_path).entry(100).path == tmp_path / step_folder(100)
 
 
-def test_one_that_stood_aside_does_not_hide_a_newer_format(tmp_path: Path) -> None:
+def test_one_that_stood_aside_does_not_hide_a_newer_format(tmp_path):
     aside(save(tmp_path, 100))
     rewrite(save(tmp_path, 100).path, format_version=2)
     assert Catalog(tmp_path).entry(100).newer_format is not None
@@ -333,24 +330,22 @@ def test_one_that_stood_aside_does_not_hide_a_newer_format(tmp_path: Path) -> No
 # ---- the root --------------------------------------------------------------------------------------------------------
 
 
-def test_a_root_that_is_not_there(tmp_path: Path) -> None:
+def test_a_root_that_is_not_there(tmp_path):
     with pytest.raises(NotFoundError, match="there is no checkpoint root"):
         Catalog(tmp_path / "nowhere").scan()
 
 
-def test_a_root_that_is_a_file(tmp_path: Path) -> None:
+def test_a_root_that_is_a_file(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RootError, match="is a file, not a folder: name another root"):
         Catalog(tmp_path / "file").scan()
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE, errno.ELOOP])
-def test_a_root_that_cannot_be_read_is_never_an_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_root_that_cannot_be_read_is_never_an_empty_one(tmp_path, monkeypatch, code):
     save(tmp_path, 100)
 
-    def refuse(path: object) -> list[str]:
+    def refuse(path):
         raise OSError(code, os.strerror(code), str(path))
 
     monkeypatch.setattr(os, "listdir", refuse)
@@ -361,12 +356,10 @@ def test_a_root_that_cannot_be_read_is_never_an_empty_one(
 
 
 @pytest.mark.parametrize("reader", ["read_manifest", "compare_names"])
-def test_a_checkpoint_that_cannot_be_looked_at_is_no_missing_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
-) -> None:
+def test_a_checkpoint_that_cannot_be_looked_at_is_no_missing_one(tmp_path, monkeypatch, reader):
     save(tmp_path, 100)
 
-    def refuse(path: Path, *rest: object) -> None:
+    def refuse(path, *rest):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(catalogue_module, reader, refuse)
@@ -378,15 +371,13 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_no_missing_one(
     assert (entry.complete, entry.manifest) == (False, None)
 
 
-def test_an_earlier_save_does_not_stand_in_for_one_that_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_save_does_not_stand_in_for_one_that_cannot_be_read(tmp_path, monkeypatch):
     """The later one may well be good, and the earlier one may be all there is: neither goes."""
     save(tmp_path, 100)
     shutil.copytree(tmp_path / step_folder(100), tmp_path / step_folder(100, "old", "deadbeef-1"))
     real = catalogue_module.read_manifest
 
-    def refuse(path: Path) -> Manifest:
+    def refuse(path):
         if path.name == step_folder(100):
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
         return real(path)
@@ -399,13 +390,13 @@ def test_an_earlier_save_does_not_stand_in_for_one_that_cannot_be_read(
         Catalog(tmp_path).scan()
 
 
-def test_an_empty_root(tmp_path: Path) -> None:
+def test_an_empty_root(tmp_path):
     assert Catalog(tmp_path).scan() == []
     with pytest.raises(NotFoundError, match="no checkpoint of step 5; the latest there are: none"):
         Catalog(tmp_path).entry(5)
 
 
-def test_a_step_that_does_not_exist_names_those_that_do(tmp_path: Path) -> None:
+def test_a_step_that_does_not_exist_names_those_that_do(tmp_path):
     for step in (300, 100):
         save(tmp_path, step)
     with pytest.raises(NotFoundError, match="no checkpoint of step 5; the latest there are: 300, 100"):
@@ -415,11 +406,11 @@ def test_a_step_that_does_not_exist_names_those_that_do(tmp_path: Path) -> None:
 # ---- while others write ----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_vanishes_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_vanishes_while_it_is_looked_at(tmp_path, monkeypatch):
     for step in (100, 200):
         save(tmp_path, step)
 
-    def late(folder: Path) -> Manifest:
+    def late(folder):
         if folder.name == step_folder(100):
             shutil.rmtree(folder)
         return read_manifest(folder)
@@ -428,10 +419,10 @@ def test_a_folder_that_vanishes_while_it_is_looked_at(tmp_path: Path, monkeypatc
     assert [entry.step for entry in Catalog(tmp_path).scan()] == [200]
 
 
-def test_a_folder_that_vanishes_after_its_manifest_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_vanishes_after_its_manifest_was_read(tmp_path, monkeypatch):
     save(tmp_path, 100)
 
-    def late(folder: Path, manifest: Manifest) -> tuple[str | None, frozenset[str]]:
+    def late(folder, manifest):
         shutil.rmtree(folder)
         return compare_names(folder, manifest)
 
@@ -439,11 +430,11 @@ def test_a_folder_that_vanishes_after_its_manifest_was_read(tmp_path: Path, monk
     assert Catalog(tmp_path).scan() == []
 
 
-def test_a_step_that_is_replaced_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_replaced_while_it_is_looked_at(tmp_path, monkeypatch):
     """The manifest of the old and the files of the new one would look damaged."""
     save(tmp_path, 100, b"short")
 
-    def late(folder: Path, manifest: Manifest) -> tuple[str | None, frozenset[str]]:
+    def late(folder, manifest):
         monkeypatch.setattr(catalogue_module, "compare_names", compare_names)
         save(tmp_path, 100, b"much longer")
         return compare_names(folder, manifest)
@@ -454,11 +445,11 @@ def test_a_step_that_is_replaced_while_it_is_looked_at(tmp_path: Path, monkeypat
     assert entry.sequence == 2
 
 
-def test_a_step_never_disappears_while_it_is_saved_again(tmp_path: Path) -> None:
+def test_a_step_never_disappears_while_it_is_saved_again(tmp_path):
     save(tmp_path, 100)
     enough = threading.Event()
 
-    def save_on() -> None:
+    def save_on():
         for _ in range(100):
             save(tmp_path, 100)
         enough.set()
@@ -475,7 +466,7 @@ def test_a_step_never_disappears_while_it_is_saved_again(tmp_path: Path) -> None
     assert looks > 3
 
 
-def test_a_place_lists_opens_and_deletes(tmp_path: Path) -> None:
+def test_a_place_lists_opens_and_deletes(tmp_path):
     place = LocalBackend(tmp_path)
     save(tmp_path, 100, b"content")
     (entry,) = place.list()

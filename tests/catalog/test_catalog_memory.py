@@ -1,13 +1,9 @@
 """What a run remembers of its root between two saves: it reads what is new, and sees what others have changed."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,20 +12,19 @@ import ckptman
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog, Remembered
 from ckptman.catalog.pins import pin
-from ckptman.catalog.prune import PrunePlan, execute, plan_prune
+from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.verified import identify, note_damaged, remember_damage
 from ckptman.cli.app import main
 from ckptman.format import manifest as manifest_module
-from ckptman.format.manifest import Manifest
 from ckptman.format.paths import step_folder
 from ckptman.io.durable_files import DISK
-from ckptman.policies.retention_rules import KeepLast, RetentionPolicy
+from ckptman.policies.retention_rules import KeepLast
 from tests.helpers.checkpoints import commit
 
 LONG_AGO = 1_700_000_000
 
 
-def settle(root: Path) -> None:
+def settle(root):
     """Date the folders of all checkpoints back: what was written a moment ago is not remembered.
 
     Not what a prune has renamed: it is being removed, behind the training.
@@ -42,20 +37,20 @@ def settle(root: Path) -> None:
 class Reads:
     """Counts the manifests that are read, and the listings of a root."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.manifests: list[str] = []
+    def __init__(self, root, monkeypatch):
+        self.manifests = []
         self.listings = self.scans = 0
         parse, listdir, scandir = manifest_module.parse_manifest, os.listdir, os.scandir
 
-        def parsed(path: Path, data: bytes) -> Manifest:
+        def parsed(path, data):
             self.manifests.append(path.parent.name)
             return parse(path, data)
 
-        def listed(path: str | Path = ".") -> list[str]:
+        def listed(path="."):
             self.listings += os.fspath(path) == str(root)
             return listdir(path)
 
-        def scanned(path: Any = ".") -> Any:
+        def scanned(path="."):
             self.scans += path == root
             return scandir(path)
 
@@ -63,13 +58,13 @@ class Reads:
         monkeypatch.setattr(os, "listdir", listed)
         monkeypatch.setattr(os, "scandir", scanned)
 
-    def clear(self) -> None:
+    def clear(self):
         self.manifests.clear()
         self.listings = self.scans = 0
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     for number in range(1, 31):
         commit(tmp_path, 100 * number, ranks=1, sequence=number, metrics={"loss": float("nan")})
     settle(tmp_path)
@@ -77,19 +72,17 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def catalogue(root: Path) -> Catalog:
+def catalogue(root):
     found = Catalog(root, remember=True)
     found.scan(abandoned=True)
     return found
 
 
-def planned(catalogue: Catalog, policy: RetentionPolicy | None = None) -> PrunePlan:
+def planned(catalogue, policy=None):
     return plan_prune(catalogue.root, policy, wait=False, catalogue=catalogue)
 
 
-def test_what_has_not_changed_is_not_read_again(
-    root: Path, catalogue: Catalog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_not_changed_is_not_read_again(root, catalogue, monkeypatch):
     reads = Reads(root, monkeypatch)
     entries = catalogue.scan(abandoned=True, recall=True)
     assert all(isinstance(entry, Remembered) for entry in entries)
@@ -102,9 +95,7 @@ def test_what_has_not_changed_is_not_read_again(
     assert [each.identity for each in entries] == [each.identity for each in anew]
 
 
-def test_a_plan_lists_the_root_once_and_a_deletion_is_of_what_was_planned(
-    root: Path, catalogue: Catalog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_lists_the_root_once_and_a_deletion_is_of_what_was_planned(root, catalogue, monkeypatch):
     reads = Reads(root, monkeypatch)
     plan = planned(catalogue)
     assert (len(plan.verdicts), reads.manifests, reads.listings) == (30, [], 1)
@@ -115,38 +106,38 @@ def test_a_plan_lists_the_root_once_and_a_deletion_is_of_what_was_planned(
     assert [each.record.step for each in planned(catalogue).verdicts] == [100 * number for number in range(2, 31)]
 
 
-def _pin(root: Path) -> None:
+def _pin(root):
     pin(root / step_folder(200), "Table 2", by="somebody", time_seconds=1.0, disk=DISK)
 
 
-def _remove(root: Path) -> None:
+def _remove(root):
     shutil.rmtree(root / step_folder(200))
 
 
-def _prune(root: Path) -> None:
+def _prune(root):
     assert main(["prune", str(root), "--keep-last", "5"]) == 0
 
 
-def _roll_back(root: Path) -> None:
+def _roll_back(root):
     assert main(["rollback", str(root), "--to-step", "2000"]) == 0
 
 
-def _add(root: Path) -> None:
+def _add(root):
     commit(root, 5000, sequence=99)
 
 
-def _replace(root: Path) -> None:
+def _replace(root):
     shutil.rmtree(root / step_folder(200))
     commit(root, 200, sequence=77)
 
 
-def _damage(root: Path) -> None:
+def _damage(root):
     entry = Catalog(root).entry(200)
     found = identify(entry.path, entry.require_manifest())
     note_damaged(entry.path, found, "a byte", DISK)
 
 
-def _lose_a_file(root: Path) -> None:
+def _lose_a_file(root):
     next((root / step_folder(200)).glob("*.distcp")).unlink()
 
 
@@ -154,7 +145,7 @@ CHANGES = [_pin, _remove, _prune, _roll_back, _add, _replace, _damage, _lose_a_f
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
-def test_what_others_change_is_seen(root: Path, catalogue: Catalog, change: Callable[[Path], None]) -> None:
+def test_what_others_change_is_seen(root, catalogue, change):
     before = repr(planned(catalogue, KeepLast(10)).verdicts)
     change(root)
     plan, anew = planned(catalogue, KeepLast(10)), plan_prune(root, KeepLast(10), wait=False)
@@ -163,7 +154,7 @@ def test_what_others_change_is_seen(root: Path, catalogue: Catalog, change: Call
     assert catalogue.scan(recall=True)[-1].sequence == Catalog(root).scan()[-1].sequence
 
 
-def test_what_was_cut_short_in_its_place_pushes_out_nothing(root: Path, catalogue: Catalog) -> None:
+def test_what_was_cut_short_in_its_place_pushes_out_nothing(root, catalogue):
     """Nothing in its folder has changed but the size of a file."""
     data = next((root / step_folder(3000)).glob("*.distcp"))
     os.truncate(data, 1)
@@ -172,7 +163,7 @@ def test_what_was_cut_short_in_its_place_pushes_out_nothing(root: Path, catalogu
     assert [entry.step for entry, _ in plan.ignored] == [3000]
 
 
-def test_one_that_goes_while_rollbacks_are_looked_up_fails_nothing(root: Path, catalogue: Catalog) -> None:
+def test_one_that_goes_while_rollbacks_are_looked_up_fails_nothing(root, catalogue):
     _roll_back(root)
     (gone,) = (each for each in catalogue.scan(abandoned=True, recall=True) if each.step == 200)
     assert isinstance(gone, Remembered)
@@ -182,7 +173,7 @@ def test_one_that_goes_while_rollbacks_are_looked_up_fails_nothing(root: Path, c
     assert 200 not in [entry.step for entry in catalogue.scan(abandoned=True, recall=True)]
 
 
-def test_one_that_was_replaced_since_the_plan_is_not_deleted(root: Path, catalogue: Catalog) -> None:
+def test_one_that_was_replaced_since_the_plan_is_not_deleted(root, catalogue):
     plan = planned(catalogue, KeepLast(29))
     shutil.rmtree(root / step_folder(100))
     commit(root, 100, sequence=99)
@@ -190,7 +181,7 @@ def test_one_that_was_replaced_since_the_plan_is_not_deleted(root: Path, catalog
     assert Catalog(root).entry(100).sequence == 99
 
 
-def test_a_step_that_is_saved_again_is_read_anew(root: Path) -> None:
+def test_a_step_that_is_saved_again_is_read_anew(root):
     place = LocalBackend(root)
     assert place.last_sequence() == 30
     draft = place.begin(step_folder(200), "0123abcd-1")
@@ -204,7 +195,7 @@ def test_a_step_that_is_saved_again_is_read_anew(root: Path) -> None:
     assert [each.record.step for each in plan.verdicts if each.keep] == [200]
 
 
-def test_what_was_written_a_moment_ago_is_looked_at_again(tmp_path: Path) -> None:
+def test_what_was_written_a_moment_ago_is_looked_at_again(tmp_path):
     commit(tmp_path, 100, sequence=1)
     catalogue = Catalog(tmp_path, remember=True)
     catalogue.scan()
@@ -213,7 +204,7 @@ def test_what_was_written_a_moment_ago_is_looked_at_again(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def saving(tmp_path: Path) -> Iterator[tuple[Path, ckptman.Checkpointer]]:
+def saving(tmp_path):
     """A run that goes on after 12 checkpoints."""
     root, state, never = tmp_path / "run", {"x": torch.zeros(8)}, ckptman.OnStop()
     with ckptman.Checkpointer(root, dict(state), save_policy=never, deadline=None) as checkpointer:
@@ -228,9 +219,7 @@ def saving(tmp_path: Path) -> Iterator[tuple[Path, ckptman.Checkpointer]]:
         yield root, checkpointer
 
 
-def test_a_save_reads_the_manifests_that_are_new_and_lists_the_root_twice(
-    saving: tuple[Path, ckptman.Checkpointer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_reads_the_manifests_that_are_new_and_lists_the_root_twice(saving, monkeypatch):
     """Twice: for its place in the order before it is committed, with inodes, and for what may go after that."""
     root, checkpointer = saving
     checkpointer.save(14)  # all of an odd step go
@@ -252,19 +241,19 @@ def test_a_save_reads_the_manifests_that_are_new_and_lists_the_root_twice(
     assert (reads.scans > 0, reads.listings) == (True, 1)
 
 
-def test_what_has_become_incomplete_counts_no_more_at_once(root: Path, catalogue: Catalog) -> None:
+def test_what_has_become_incomplete_counts_no_more_at_once(root, catalogue):
     next((root / step_folder(300)).glob("*.distcp")).unlink()
     catalogue.scan()
     assert [each.record.step for each in planned(catalogue).verdicts if each.record.step == 300] == []
 
 
-def test_what_a_verify_noted_a_moment_ago_is_seen(root: Path, catalogue: Catalog) -> None:
+def test_what_a_verify_noted_a_moment_ago_is_seen(root, catalogue):
     remember_damage(root / step_folder(3000), Catalog(root).entry(3000).require_manifest(), "a bit is wrong")
     kept = [each.record.step for each in planned(catalogue, KeepLast(2)).verdicts if each.keep]
     assert {2800, 2900} <= set(kept), "what is damaged counts for nothing"
 
 
-def test_a_folder_that_another_process_has_put_in_place_of_one_counts_at_once(root: Path, catalogue: Catalog) -> None:
+def test_a_folder_that_another_process_has_put_in_place_of_one_counts_at_once(root, catalogue):
     """As `ckptman copy --overwrite` does: the next save has to come after it."""
     new = commit(root.parent / "elsewhere", 200, ranks=1, sequence=77).path
     (root / step_folder(200)).rename(root.parent / "old")

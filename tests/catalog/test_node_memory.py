@@ -1,11 +1,8 @@
 """What a node holds in memory: what of it is read, whose it is, what is left behind, and what is never touched."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -24,11 +21,11 @@ from tests.helpers.checkpoints import commit
 from tests.helpers.node_memory import hold, live_rank, memory_of, nodes_with
 
 
-def names(memories: list[NodeMemory]) -> list[str]:
+def names(memories):
     return [each.node for each in memories]
 
 
-def test_parts_are_what_is_there_with_sizes_and_a_manifest_where_it_can_be_read(tmp_path: Path) -> None:
+def test_parts_are_what_is_there_with_sizes_and_a_manifest_where_it_can_be_read(tmp_path):
     memory = nodes_with(tmp_path, 120, {"a": [0, 1]})["a"]
     hold(memory, commit(tmp_path / "made", 130, ranks=4).path, [2], manifest=False)
     (memory.folder / "step-140").mkdir()
@@ -44,7 +41,7 @@ def test_parts_are_what_is_there_with_sizes_and_a_manifest_where_it_can_be_read(
     assert [part.manifest for part in memory.parts()] == [None, None]
 
 
-def test_what_counts_between_nodes_is_newest_first_by_attempt_and_step(tmp_path: Path) -> None:
+def test_what_counts_between_nodes_is_newest_first_by_attempt_and_step(tmp_path):
     memories = nodes_with(tmp_path, 120, {"a": [0, 1], "b": [1, 2, 3]})
     hold(memories["b"], commit(tmp_path / "made", 90, ranks=4).path, range(3), attempt=2)
     found = found_in({node: memory.parts() for node, memory in memories.items()})
@@ -54,7 +51,7 @@ def test_what_counts_between_nodes_is_newest_first_by_attempt_and_step(tmp_path:
     assert found[1].holders["__1_0.distcp"] == ("a", "b")
 
 
-def test_a_run_that_is_alive_its_launcher_and_its_job_keep_what_is_there(tmp_path: Path) -> None:
+def test_a_run_that_is_alive_its_launcher_and_its_job_keep_what_is_there(tmp_path):
     base, root, me = tmp_path / "shm", tmp_path / "root", psutil.Process()
     alive = memory_of(base, root, "alive")
     memory_of(base, root, "supervised", pid=me.pid, started=me.create_time())
@@ -74,7 +71,7 @@ def test_a_run_that_is_alive_its_launcher_and_its_job_keep_what_is_there(tmp_pat
     assert not user_folder(base).exists()
 
 
-def test_garbage_is_nobodys_unless_a_rank_holds_it(tmp_path: Path) -> None:
+def test_garbage_is_nobodys_unless_a_rank_holds_it(tmp_path):
     base = tmp_path / "shm"
     memory = memory_of(base, tmp_path / "root", "a")
     with live_rank(memory):
@@ -93,7 +90,7 @@ def test_garbage_is_nobodys_unless_a_rank_holds_it(tmp_path: Path) -> None:
     assert not list(left_behind(base, {}))  # it is being made
 
 
-def test_links_are_neither_read_nor_followed_nor_removed_through(tmp_path: Path) -> None:
+def test_links_are_neither_read_nor_followed_nor_removed_through(tmp_path):
     base, root = tmp_path / "shm", tmp_path / "root"
     outside = memory_of(tmp_path / "other", root, "a")
     hold(outside, commit(tmp_path / "made", 120, ranks=4).path, range(4))
@@ -110,7 +107,7 @@ def test_links_are_neither_read_nor_followed_nor_removed_through(tmp_path: Path)
     assert outside.parts()[0].data_files == (4, 4)
 
 
-def test_the_mark_of_the_living_is_not_followed(tmp_path: Path) -> None:
+def test_the_mark_of_the_living_is_not_followed(tmp_path):
     memory = memory_of(tmp_path / "shm", tmp_path / "root", "a")
     (memory.folder / "alive").unlink()
     (memory.folder / "alive").symlink_to(tmp_path / "elsewhere")
@@ -119,7 +116,7 @@ def test_the_mark_of_the_living_is_not_followed(tmp_path: Path) -> None:
     assert names(list(left_behind(tmp_path / "shm", {}))) == ["a"]
 
 
-def test_what_another_user_has_made_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_user_has_made_is_never_read(tmp_path, monkeypatch):
     base = tmp_path / "shm"
     memory = memory_of(base, tmp_path / "root", "a")
     other = os.getuid() + 1
@@ -136,7 +133,7 @@ def test_what_another_user_has_made_is_never_read(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
-def test_where_others_may_write_nothing_is_read(tmp_path: Path, mode: int) -> None:
+def test_where_others_may_write_nothing_is_read(tmp_path, mode):
     memory = memory_of(tmp_path / "shm", tmp_path / "root", "a")
     memory.folder.chmod(mode)
     with pytest.raises(ConfigError, match="others may write to it"):
@@ -148,7 +145,7 @@ def test_where_others_may_write_nothing_is_read(tmp_path: Path, mode: int) -> No
         found_on(tmp_path / "shm")
 
 
-def test_where_others_may_look_they_may_no_more(tmp_path: Path) -> None:
+def test_where_others_may_look_they_may_no_more(tmp_path):
     memory = memory_of(tmp_path / "shm", tmp_path / "root", "a")
     memory.folder.parent.chmod(0o755)
     memory.folder.chmod(0o750)
@@ -156,7 +153,7 @@ def test_where_others_may_look_they_may_no_more(tmp_path: Path) -> None:
     assert [path.stat().st_mode & 0o777 for path in (memory.folder, memory.folder.parent)] == [0o700, 0o700]
 
 
-def test_files_that_have_several_names_count_once(tmp_path: Path) -> None:
+def test_files_that_have_several_names_count_once(tmp_path):
     memory = memory_of(tmp_path / "shm", tmp_path / "root", "a")
     before = memory.size_bytes
     (memory.slots / "slot").write_bytes(bytes(2**20))
@@ -164,6 +161,6 @@ def test_files_that_have_several_names_count_once(tmp_path: Path) -> None:
     assert memory.size_bytes - before == 2**20
 
 
-def test_looking_needs_no_torch() -> None:
+def test_looking_needs_no_torch():
     code = "import sys, ckptman.transfer.flush; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,11 +1,7 @@
 """Object stores that are not as a copy expects them: addresses that are none, objects of others, other bytes, races."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,11 +17,11 @@ from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, ConfigError, CorruptError, ExistsError, NotFoundError, RootError
 from ckptman.transfer import copy as copying
-from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint
-from ckptman.transfer.copy_bytes import Moved, move
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint
+from ckptman.transfer.copy_bytes import move
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import holds
-from tests.helpers.object_store import Proxy, bucket_fixture, proxy_fixture
+from tests.helpers.object_store import bucket_fixture, proxy_fixture
 
 __all__ = ["bucket_fixture", "proxy_fixture"]
 
@@ -37,21 +33,21 @@ NOTE = f"{FOLDER}/{COPYING}"
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     commit(tmp_path / "root", 100)
     return tmp_path / "root"
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Path:
+def other(tmp_path):
     """Another checkpoint of the same step."""
     commit(tmp_path / "other", 100, rows=16)
     return tmp_path / "other"
 
 
 @pytest.fixture
-def place() -> ObjectBackend:
+def place():
     """A store in memory, which fails in no way that it is not told to."""
     place = ObjectBackend("memory://hard/runs")
     place.attempts, place.first_seconds = 2, 0.0
@@ -62,26 +58,26 @@ def place() -> ObjectBackend:
 class Refused(Exception):
     """What botocore raises, as far as anybody looks at it."""
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code):
         self.response = {"Error": {"Code": code}}
 
 
-def upload(root: Path, place: ObjectBackend, **means: object) -> Copied:
-    return copy_checkpoint(Catalog(root).entry(100), place, CopyOptions(**means))  # type: ignore[arg-type]
+def upload(root, place, **means):
+    return copy_checkpoint(Catalog(root).entry(100), place, CopyOptions(**means))
 
 
-def change_byte(place: ObjectBackend, name: str) -> None:
+def change_byte(place, name):
     path = f"{place.prefix}/{name}"
     data = bytearray(place.fs.cat_file(path))
     data[0] ^= 1
     place.fs.pipe_file(path, bytes(data))
 
 
-def once_after(place: ObjectBackend, method: str, what: Callable[[], object], which: str = "") -> None:
+def once_after(place, method, what, which=""):
     """What somebody else does right after the first such request."""
     original, done = getattr(place, method), list[int]()
 
-    def call(*arguments: object) -> object:
+    def call(*arguments):
         answer = original(*arguments)
         if not done and which in str(arguments[0]):
             done.append(1)
@@ -95,9 +91,7 @@ def once_after(place: ObjectBackend, method: str, what: Callable[[], object], wh
     "written",
     ["s3:///bucket/x", "S3://b/x", "s3://", "s3:", "s3:bucket/x", "file:///p", "file://p", "gs:///x", "https:///", ""],
 )
-def test_what_is_meant_for_an_address_is_never_taken_for_a_folder(
-    written: str, root: Path, tmp_path: Path, capsys: Told
-) -> None:
+def test_what_is_meant_for_an_address_is_never_taken_for_a_folder(written, root, tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"\./" if written else "empty"):
         find_url(written)
     for arguments in (["copy", str(root), written], ["copy", written, "x"], ["list", written]):
@@ -108,7 +102,7 @@ def test_what_is_meant_for_an_address_is_never_taken_for_a_folder(
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
 
 
-def test_a_folder_with_the_name_of_an_address_can_be_named(root: Path, tmp_path: Path) -> None:
+def test_a_folder_with_the_name_of_an_address_can_be_named(root, tmp_path):
     assert find_url(" s3://bucket/x ") == "s3://bucket/x"
     assert main(["copy", str(root), "./s3:/bucket/x"]) == 0
     assert holds(tmp_path / "s3:" / "bucket" / "x") == holds(root)
@@ -120,7 +114,7 @@ def test_a_folder_with_the_name_of_an_address_can_be_named(root: Path, tmp_path:
     "verb",
     ["show", "verify", "verify --all", "prune", "pin --why=x", "drain", "rollback --to-step=1", "export", "diff"],
 )
-def test_other_verbs_say_that_they_are_not_for_object_stores(verb: str, root: Path, capsys: Told) -> None:
+def test_other_verbs_say_that_they_are_not_for_object_stores(verb, root, capsys):
     arguments = [*verb.split(), "s3://bucket/runs", *["out"] * (verb in ("export", "diff"))]
     assert main(arguments) == 2
     told = capsys.readouterr().err
@@ -128,7 +122,7 @@ def test_other_verbs_say_that_they_are_not_for_object_stores(verb: str, root: Pa
     assert main(["export", str(root), "s3://bucket/out"]) == 2
 
 
-def test_objects_of_others_are_not_touched(root: Path, place: ObjectBackend) -> None:
+def test_objects_of_others_are_not_touched(root, place):
     theirs = {f"{FOLDER}/eval/results.json": b"precious", f"{FOLDER}/.metadata": b"plain"}
     for name, data in theirs.items():
         place.write(name, data)
@@ -146,7 +140,7 @@ def test_objects_of_others_are_not_touched(root: Path, place: ObjectBackend) -> 
     assert [entry.complete for entry in place.look()] == [True]
 
 
-def test_the_marker_of_an_empty_folder_is_in_nobody_s_way(root: Path, bucket: str, proxy: Proxy) -> None:
+def test_the_marker_of_an_empty_folder_is_in_nobody_s_way(root, bucket, proxy):
     place = ObjectBackend(f"s3://{bucket}/runs")
     for folder in ("runs/", f"runs/{FOLDER}/"):
         place.fs.call_s3("put_object", Bucket=bucket, Key=folder, Body=b"")
@@ -154,7 +148,7 @@ def test_the_marker_of_an_empty_folder_is_in_nobody_s_way(root: Path, bucket: st
     assert [entry.complete for entry in place.look()] == [True]
 
 
-def test_an_object_that_was_damaged_is_found_and_replaced(root: Path, place: ObjectBackend, capsys: Told) -> None:
+def test_an_object_that_was_damaged_is_found_and_replaced(root, place, capsys):
     upload(root, place)
     change_byte(place, DATA)
     with pytest.raises(ExistsError, match=r"is damaged there: __0_0\.distcp does not match its digest.*--overwrite"):
@@ -167,7 +161,7 @@ def test_an_object_that_was_damaged_is_found_and_replaced(root: Path, place: Obj
 
 
 @pytest.mark.slow
-def test_a_rollback_goes_along_to_a_store_and_back(tmp_path: Path, bucket: str, proxy: Proxy, capsys: Told) -> None:
+def test_a_rollback_goes_along_to_a_store_and_back(tmp_path, bucket, proxy, capsys):
     root, url = tmp_path / "run", f"s3://{bucket}/t"
     for step in (100, 200, 300):
         commit(root, step)
@@ -196,9 +190,7 @@ def test_a_rollback_goes_along_to_a_store_and_back(tmp_path: Path, bucket: str, 
 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("kind", ["memory", "s3"])
-def test_of_two_that_begin_at_once_one_is_told(
-    ends: bool, kind: str, root: Path, other: Path, place: ObjectBackend, request: pytest.FixtureRequest
-) -> None:
+def test_of_two_that_begin_at_once_one_is_told(ends, kind, root, other, place, request):
     if kind == "s3":
         place = ObjectBackend(f"s3://{request.getfixturevalue('bucket')}/runs")
     rival = ObjectBackend(place.url)
@@ -212,18 +204,16 @@ def test_of_two_that_begin_at_once_one_is_told(
         assert upload(other, rival).already
 
 
-def test_the_same_copy_that_ended_meanwhile_is_enough(root: Path, place: ObjectBackend) -> None:
+def test_the_same_copy_that_ended_meanwhile_is_enough(root, place):
     once_after(place, "listing", lambda: upload(root, ObjectBackend(place.url)), FOLDER)
     assert upload(root, place).already
     assert NOTE not in place.listing()
 
 
 @pytest.mark.parametrize("by", ["another", "nobody", "the same"])
-def test_what_was_taken_over_meanwhile_gets_no_manifest(
-    by: str, root: Path, place: ObjectBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def put(*arguments: object, **named: object) -> Moved:
-        moved = move(*arguments, **named)  # type: ignore[arg-type]
+def test_what_was_taken_over_meanwhile_gets_no_manifest(by, root, place, monkeypatch):
+    def put(*arguments, **named):
+        moved = move(*arguments, **named)
         monkeypatch.undo()
         if by == "another":
             place.write(NOTE, b'{"tag": "0123", "host": "elsewhere", "pid": 7}')
@@ -243,10 +233,8 @@ def test_what_was_taken_over_meanwhile_gets_no_manifest(
     assert [entry.complete for entry in place.look()] == [False]
 
 
-def test_an_original_that_is_gone_takes_no_copy_of_somebody_else_with_it(
-    root: Path, place: ObjectBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def put(*arguments: object, **named: object) -> None:
+def test_an_original_that_is_gone_takes_no_copy_of_somebody_else_with_it(root, place, tmp_path, monkeypatch):
+    def put(*arguments, **named):
         monkeypatch.undo()
         upload(root, ObjectBackend(place.url))
         (root / FOLDER).rename(tmp_path / "gone")  # it is in the tier now, so it may go
@@ -259,10 +247,10 @@ def test_an_original_that_is_gone_takes_no_copy_of_somebody_else_with_it(
 
 
 @pytest.mark.parametrize("code", ["NotImplemented", "InvalidArgument", "AccessDenied"])
-def test_a_store_that_knows_no_conditions_is_asked_without(code: str, root: Path, place: ObjectBackend) -> None:
+def test_a_store_that_knows_no_conditions_is_asked_without(code, root, place):
     pipe_file = place.fs.pipe_file
 
-    def pipe(path: str, data: bytes, mode: str = "overwrite") -> None:
+    def pipe(path, data, mode="overwrite"):
         if mode == "create":
             error = OSError("a header you provided implies functionality that is not implemented")
             raise error from Refused(code)
@@ -281,14 +269,14 @@ def test_a_store_that_knows_no_conditions_is_asked_without(code: str, root: Path
 
 
 @pytest.mark.parametrize("beside", ["manifest.json", "pinned.json"])
-def test_what_is_beside_the_files_is_read_back_too(beside: str, root: Path, place: ObjectBackend) -> None:
+def test_what_is_beside_the_files_is_read_back_too(beside, root, place):
     (root / FOLDER / "pinned.json").write_text('{"why": "Table 2"}')
     write = place.write
 
-    def write_wrong(name: str, data: bytes) -> None:
+    def write_wrong(name, data):
         write(name, b"?" * len(data) if name.endswith(beside) else data)
 
-    place.write = write_wrong  # type: ignore[method-assign]
+    place.write = write_wrong
     with pytest.raises(RootError, match=f"does not give back what was written to it .{beside} has other bytes"):
         upload(root, place)
     del place.write
@@ -297,7 +285,7 @@ def test_what_is_beside_the_files_is_read_back_too(beside: str, root: Path, plac
     assert [entry.complete for entry in place.look()] == [True]
 
 
-def test_a_pin_that_was_set_later_travels_with_the_next_copy(root: Path, place: ObjectBackend) -> None:
+def test_a_pin_that_was_set_later_travels_with_the_next_copy(root, place):
     upload(root, place)
     assert main(["pin", str(root / FOLDER), "--why", "Table 2"]) == 0
     assert upload(root, place).already
@@ -306,25 +294,23 @@ def test_a_pin_that_was_set_later_travels_with_the_next_copy(root: Path, place: 
 
 
 @pytest.mark.parametrize("what", [["__1_0.distcp"], ["blocks-00001.bin"], ["__1_0.distcp", "manifest.json"], []])
-def test_what_is_deleted_while_it_is_copied_out_leaves_no_draft(
-    what: list[str], root: Path, place: ObjectBackend, tmp_path: Path
-) -> None:
+def test_what_is_deleted_while_it_is_copied_out_leaves_no_draft(what, root, place, tmp_path):
     upload(root, place)
     (entry,) = place.look()
     names, read = [f"{FOLDER}/{name}" for name in what] or list(place.listing()), place.read
 
-    def read_too_late(name: str, offset: int, size: int) -> bytes:
+    def read_too_late(name, offset, size):
         for each in names if name == names[0] else ():
             place.remove(each)
         return read(name, offset, size)
 
-    place.read = read_too_late  # type: ignore[method-assign]
+    place.read = read_too_late
     with pytest.raises(GoneError, match=r"was removed, in part or as a whole.*copy again"):
         copy_checkpoint(entry, LocalBackend(tmp_path / "back"), source=place)
     assert Catalog(tmp_path / "back").leftovers() == []
 
 
-def test_damage_in_a_store_is_told_by_file_and_block(root: Path, place: ObjectBackend, tmp_path: Path) -> None:
+def test_damage_in_a_store_is_told_by_file_and_block(root, place, tmp_path):
     upload(root, place)
     change_byte(place, DATA)
     with pytest.raises(CorruptError, match=r"__0_0\.distcp is not what was saved: block 0 \(from byte 0 on\)") as told:
@@ -336,15 +322,13 @@ def test_damage_in_a_store_is_told_by_file_and_block(root: Path, place: ObjectBa
 
 
 @pytest.mark.parametrize(("silent_seconds", "attempts"), [(0.0, 6), (10.0, 6), (60.0, 2), (1000.0, 2)])
-def test_a_store_that_is_silent_is_not_asked_for_ever(
-    silent_seconds: float, attempts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_silent_is_not_asked_for_ever(silent_seconds, attempts, monkeypatch):
     now = [0.0]
 
-    def pass_by(seconds: float) -> None:
+    def pass_by(seconds):
         now[0] += seconds
 
-    def ask() -> None:
+    def ask():
         pass_by(silent_seconds)
         raise TimeoutError
 
@@ -355,9 +339,7 @@ def test_a_store_that_is_silent_is_not_asked_for_ever(
     assert now[0] < 150 or silent_seconds > 60
 
 
-def test_a_bucket_or_an_endpoint_that_is_none_is_told_at_once(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, capsys: Told
-) -> None:
+def test_a_bucket_or_an_endpoint_that_is_none_is_told_at_once(proxy, monkeypatch, capsys):
     assert main(["list", "s3://no-such-bucket-anywhere/x"]) == 3
     assert "check bucket, prefix and endpoint" in capsys.readouterr().err
     monkeypatch.setenv("AWS_ENDPOINT_URL", "not a url")
@@ -367,9 +349,7 @@ def test_a_bucket_or_an_endpoint_that_is_none_is_told_at_once(
     assert "check endpoint" in told
 
 
-def test_a_copy_that_goes_on_tells_how_long_it_read(
-    root: Path, place: ObjectBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_goes_on_tells_how_long_it_read(root, place, monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(copying, "time", SimpleNamespace(monotonic=lambda: float(next(ticks)), time=lambda: 0.0))
     copied = upload(root, place)

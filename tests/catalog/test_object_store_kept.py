@@ -1,15 +1,11 @@
 """What is kept in an object store stays, whatever is copied over it; and nothing is called a copy that is not whole."""
 
-from __future__ import annotations
-
 import errno
 import os
-from pathlib import Path
 
 import pytest
 
 from ckptman.catalog.backends.object_draft import ObjectDraft
-from ckptman.catalog.backends.object_store import ObjectBackend
 from ckptman.catalog.backends.source import FolderReading
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
@@ -18,7 +14,7 @@ from ckptman.policies.retention_rules import KeepLast
 from ckptman.policies.tiers import Tier
 from ckptman.transfer.copy import copy_checkpoint
 from ckptman.transfer.drain import prune_tier
-from tests.catalog.test_object_store import DATA, FOLDER, MANIFEST, NOTE, Told, other, place, root, upload
+from tests.catalog.test_object_store import DATA, FOLDER, MANIFEST, NOTE, other, place, root, upload
 from tests.catalog.test_tiers import drain
 from tests.helpers.checkpoints import commit, flip_byte
 from tests.helpers.faulty_disk import Death, rewrite
@@ -26,18 +22,16 @@ from tests.helpers.faulty_disk import Death, rewrite
 __all__ = ["other", "place", "root"]
 
 
-def whole(place: ObjectBackend) -> list[bool]:
+def whole(place):
     return [entry.complete for entry in place.look()]
 
 
-def test_objects_that_vanish_after_they_were_read_back_are_no_copy(
-    root: Path, place: ObjectBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_that_vanish_after_they_were_read_back_are_no_copy(root, place, monkeypatch):
     """Another copy of the same checkpoint gives up: it takes what was put for its own."""
 
     publish = ObjectDraft.publish
 
-    def too_late(draft: ObjectDraft, replace: bool) -> str:
+    def too_late(draft, replace):
         place.remove(DATA)
         return publish(draft, replace)
 
@@ -47,13 +41,11 @@ def test_objects_that_vanish_after_they_were_read_back_are_no_copy(
     assert MANIFEST not in place.listing()
 
 
-def test_with_all_one_that_was_taken_over_keeps_no_other(
-    root: Path, place: ObjectBackend, monkeypatch: pytest.MonkeyPatch, capsys: Told
-) -> None:
+def test_with_all_one_that_was_taken_over_keeps_no_other(root, place, monkeypatch, capsys):
     commit(root, 200)
     check_ours = ObjectDraft._check_ours
 
-    def check(draft: ObjectDraft) -> None:
+    def check(draft):
         if draft.where.endswith(FOLDER):
             place.remove(NOTE)
         check_ours(draft)
@@ -64,7 +56,7 @@ def test_with_all_one_that_was_taken_over_keeps_no_other(
     assert [entry.step for entry in place.look() if entry.complete] == [200]
 
 
-def test_a_damaged_original_replaces_no_other_checkpoint(root: Path, other: Path, place: ObjectBackend) -> None:
+def test_a_damaged_original_replaces_no_other_checkpoint(root, other, place):
     upload(other, place)
     flip_byte(root / DATA)
     before = place.listing()
@@ -77,7 +69,7 @@ def test_a_damaged_original_replaces_no_other_checkpoint(root: Path, other: Path
     assert whole(place) == [True]
 
 
-def test_who_has_nothing_to_copy_leaves_the_note_of_a_copy_that_replaces_it(root: Path, place: ObjectBackend) -> None:
+def test_who_has_nothing_to_copy_leaves_the_note_of_a_copy_that_replaces_it(root, place):
     upload(root, place)
     place.write(NOTE, b'{"tag": "0123", "host": "elsewhere", "pid": 7}')
     assert upload(root, place).already
@@ -85,9 +77,7 @@ def test_who_has_nothing_to_copy_leaves_the_note_of_a_copy_that_replaces_it(root
 
 
 @pytest.mark.parametrize("version", [None, 2])
-def test_what_was_a_checkpoint_in_a_store_is_missed(
-    version: int | None, root: Path, place: ObjectBackend, tmp_path: Path, capsys: Told
-) -> None:
+def test_what_was_a_checkpoint_in_a_store_is_missed(version, root, place, tmp_path, capsys):
     """Damaged, or of a newer ckptman: as in a folder, the exit code says so."""
     commit(root, 200)
     assert main(["copy", str(root), place.url, "--all"]) == 0
@@ -98,9 +88,7 @@ def test_what_was_a_checkpoint_in_a_store_is_missed(
     assert [entry.step for entry in Catalog(tmp_path / "back").scan()] == [200]
 
 
-def test_a_pinned_one_that_was_abandoned_stays_where_its_step_is_saved_again(
-    tmp_path: Path, place: ObjectBackend
-) -> None:
+def test_a_pinned_one_that_was_abandoned_stays_where_its_step_is_saved_again(tmp_path, place):
     root, tier = tmp_path / "run", Tier(place.url)
     for step in (10, 20):
         commit(root, step)
@@ -114,20 +102,20 @@ def test_a_pinned_one_that_was_abandoned_stays_where_its_step_is_saved_again(
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 8])
-def test_what_a_killed_drain_was_removing_goes_with_the_next(after: int, tmp_path: Path, place: ObjectBackend) -> None:
+def test_what_a_killed_drain_was_removing_goes_with_the_next(after, tmp_path, place):
     root, tier = tmp_path / "run", Tier(place.url, retention=KeepLast(1))
     for step in (10, 20):
         copy_checkpoint(commit(root, step), place)
-    removed: list[str] = []
+    removed = []
     remove = place.remove
 
-    def killed(name: str) -> None:
+    def killed(name):
         if len(removed) == after:
             raise Death
         removed.append(name)
         remove(name)
 
-    place.remove = killed  # type: ignore[method-assign]
+    place.remove = killed
     with pytest.raises(Death):
         prune_tier(tier, place)
     del place.remove
@@ -137,12 +125,10 @@ def test_what_a_killed_drain_was_removing_goes_with_the_next(after: int, tmp_pat
 
 
 @pytest.mark.parametrize("size", [8, 2_500_000])
-def test_an_original_that_cannot_be_read_keeps_no_other_from_a_store(
-    size: int, tmp_path: Path, place: ObjectBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_original_that_cannot_be_read_keeps_no_other_from_a_store(size, tmp_path, place, monkeypatch):
     root, read = tmp_path / "run", FolderReading.read
 
-    def broken(self: FolderReading, offset: int, size: int, scratch: memoryview) -> memoryview:
+    def broken(self, offset, size, scratch):
         if "step-0000000020" in str(self.path):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
         return read(self, offset, size, scratch)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path
@@ -12,21 +10,21 @@ from ckptman.catalog.backends.page_cache import drop
 MEMORY = Path("/dev/shm")
 
 
-def opened(path: Path, size: int) -> int:
+def opened(path, size):
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     os.write(fd, os.urandom(size))
     os.fsync(fd)
     return fd
 
 
-def in_memory(path: Path) -> bool:
+def in_memory(path):
     found = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     around = [(mount, kind) for _, mount, kind, *_ in found if path.is_relative_to(mount)]
     return max(around, key=lambda each: len(each[0]))[1] in ("tmpfs", "ramfs", "overlay")
 
 
 @pytest.mark.parametrize("size", [1, 4096, 300_000, 9_000_001])
-def test_what_is_dropped_is_no_longer_in_memory(size: int, tmp_path: Path) -> None:
+def test_what_is_dropped_is_no_longer_in_memory(size, tmp_path):
     if in_memory(tmp_path):
         pytest.skip("the file system of this folder is memory")
     fd = opened(tmp_path / "file", size)
@@ -41,7 +39,7 @@ def test_what_is_dropped_is_no_longer_in_memory(size: int, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not MEMORY.is_dir(), reason="no file system in memory")
-def test_a_file_system_that_is_memory_lets_go_of_nothing() -> None:
+def test_a_file_system_that_is_memory_lets_go_of_nothing():
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         fd = opened(Path(folder, "file"), 5000)
         try:

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,8 @@ from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.orphans import Leftover, find_leftovers
 from ckptman.catalog.pins import pin
 from ckptman.catalog.prune import execute, plan_prune
-from ckptman.catalog.reader_lease import Lease, Leases, lease, look
-from ckptman.catalog.writer_lock import Owner, claim, this_process
+from ckptman.catalog.reader_lease import Lease, lease, look
+from ckptman.catalog.writer_lock import claim, this_process
 from ckptman.errors import NotFoundError
 from ckptman.format.paths import lease_path, outcome_path, owner_path, rollback_path, run_folder
 from ckptman.io.durable_files import DISK, Disk
@@ -31,16 +30,16 @@ from tests.helpers.faulty_disk import rewrite, save
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting(monkeypatch):
     """Nobody pulls the plug here."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-def steps(root: Path) -> list[int]:
+def steps(root):
     return [entry.step for entry in Catalog(root).scan()]
 
 
-def litter(root: Path, nonce: str) -> list[str]:
+def litter(root, nonce):
     """One leftover of every kind, made by the owner with this nonce."""
     names = [f"step-0000000100.{kind}-{nonce}-{number}" for number, kind in enumerate(("old", "tmp", "trash"))]
     for name in names:
@@ -48,11 +47,11 @@ def litter(root: Path, nonce: str) -> list[str]:
     return names
 
 
-def left(root: Path) -> list[str]:
+def left(root):
     return sorted(each.path.name for each in find_leftovers(root))
 
 
-def owned(root: Path, **differences: object) -> Owner:
+def owned(root, **differences):
     """Have the root claimed by a process like this one but for `differences`."""
     owner = this_process("run", None).model_copy(update=differences)
     run_folder(root).mkdir(parents=True, exist_ok=True)
@@ -63,7 +62,7 @@ def owned(root: Path, **differences: object) -> Owner:
 # ---- by plan ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_checkpoint_gets_a_verdict_with_its_reasons(tmp_path: Path) -> None:
+def test_each_checkpoint_gets_a_verdict_with_its_reasons(tmp_path):
     for step in (100, 200, 300, 150):
         save(tmp_path, step)
     plan = plan_prune(tmp_path, KeepLast(2) | KeepEvery(200))
@@ -81,21 +80,21 @@ def test_each_checkpoint_gets_a_verdict_with_its_reasons(tmp_path: Path) -> None
     assert steps(tmp_path) == [200, 300, 150]
 
 
-def test_the_newest_is_kept_after_a_rollback_whatever_the_rules(tmp_path: Path) -> None:
+def test_the_newest_is_kept_after_a_rollback_whatever_the_rules(tmp_path):
     for step in (100, 200, 300, 50):
         save(tmp_path, step)
     execute(tmp_path, plan_prune(tmp_path, KeepBest("accuracy", mode="max")), "0123abcd-1")
     assert steps(tmp_path) == [50]
 
 
-def test_without_a_policy_nothing_is_deleted(tmp_path: Path) -> None:
+def test_without_a_policy_nothing_is_deleted(tmp_path):
     save(tmp_path, 100)
     save(tmp_path, 200)
     execute(tmp_path, plan_prune(tmp_path, None), "0123abcd-1")
     assert steps(tmp_path) == [100, 200]
 
 
-def test_what_does_not_count_is_neither_counted_nor_touched(tmp_path: Path) -> None:
+def test_what_does_not_count_is_neither_counted_nor_touched(tmp_path):
     for step in (100, 200, 300):
         save(tmp_path, step)
     os.truncate(tmp_path / "step-0000000300" / "__0_0.distcp", 1)
@@ -107,7 +106,7 @@ def test_what_does_not_count_is_neither_counted_nor_touched(tmp_path: Path) -> N
     assert (tmp_path / "step-7.tmp-backup").exists()
 
 
-def test_folders_that_share_a_sequence_each_get_a_verdict(tmp_path: Path) -> None:
+def test_folders_that_share_a_sequence_each_get_a_verdict(tmp_path):
     for step in (100, 200, 300):
         rewrite(save(tmp_path, step).path, sequence=1, metrics={"loss": math.nan})
     plan = plan_prune(tmp_path, KeepLast(1))
@@ -116,7 +115,7 @@ def test_folders_that_share_a_sequence_each_get_a_verdict(tmp_path: Path) -> Non
     assert steps(tmp_path) == [300]
 
 
-def test_a_step_that_was_saved_again_since_the_plan_is_kept(tmp_path: Path) -> None:
+def test_a_step_that_was_saved_again_since_the_plan_is_kept(tmp_path):
     for step in (100, 200, 300):
         save(tmp_path, step)
     plan = plan_prune(tmp_path, KeepLast(1))
@@ -127,7 +126,7 @@ def test_a_step_that_was_saved_again_since_the_plan_is_kept(tmp_path: Path) -> N
     assert Catalog(tmp_path).entry(100).sequence == newest.sequence
 
 
-def test_a_root_that_is_not_there(tmp_path: Path) -> None:
+def test_a_root_that_is_not_there(tmp_path):
     with pytest.raises(NotFoundError):
         plan_prune(tmp_path / "nowhere", None)
 
@@ -135,7 +134,7 @@ def test_a_root_that_is_not_there(tmp_path: Path) -> None:
 # ---- leftovers -------------------------------------------------------------------------------------------------------
 
 
-def test_leftovers_say_why_and_how_much(tmp_path: Path) -> None:
+def test_leftovers_say_why_and_how_much(tmp_path):
     save(tmp_path, 100, b"x" * 1000)
     names = litter(tmp_path, "deadbeef")
     (tmp_path / names[1] / "link").symlink_to(tmp_path)
@@ -154,7 +153,7 @@ def test_leftovers_say_why_and_how_much(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000000100"]
 
 
-def test_leftovers_of_a_dead_owner_go(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_owner_go(tmp_path):
     save(tmp_path, 100)
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as child:
         pass
@@ -163,7 +162,7 @@ def test_leftovers_of_a_dead_owner_go(tmp_path: Path) -> None:
     assert left(tmp_path) == sorted(names)
 
 
-def test_leftovers_of_a_live_owner_stay_and_those_of_others_go(tmp_path: Path) -> None:
+def test_leftovers_of_a_live_owner_stay_and_those_of_others_go(tmp_path):
     save(tmp_path, 100)
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as child:
         found = owner_module._state_and_start(child.pid)
@@ -181,7 +180,7 @@ def test_leftovers_of_a_live_owner_stay_and_those_of_others_go(tmp_path: Path) -
     assert len(left(tmp_path)) == 3 + 1
 
 
-def test_a_run_clears_its_own_deletions_but_not_its_own_saves(tmp_path: Path) -> None:
+def test_a_run_clears_its_own_deletions_but_not_its_own_saves(tmp_path):
     """A folder that could not be removed yesterday is tried again; a save may be on its way in another thread."""
     save(tmp_path, 100)
     held = claim(tmp_path, "run", None)
@@ -195,14 +194,14 @@ def test_a_run_clears_its_own_deletions_but_not_its_own_saves(tmp_path: Path) ->
     assert sorted(path.name for path in run_folder(tmp_path).iterdir()) == ["owner-000001.json"]
 
 
-def half_written(root: Path, pid: int) -> Path:
+def half_written(root, pid):
     """What a kill leaves in the middle of writing the outcome."""
     path = outcome_path(root).with_name(f"outcome.json.tmp-{pid}-0123abcd")
     path.touch()
     return path
 
 
-def test_a_save_that_stands_in_for_its_step_is_no_leftover(tmp_path: Path) -> None:
+def test_a_save_that_stands_in_for_its_step_is_no_leftover(tmp_path):
     save(tmp_path, 50)
     path = save(tmp_path, 100).path
     path.rename(path.with_name("step-0000000100.old-deadbeef"))
@@ -216,7 +215,7 @@ def test_a_save_that_stands_in_for_its_step_is_no_leftover(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["tmp", "trash", "old"])
-def test_leftovers_that_are_no_folders(tmp_path: Path, kind: str) -> None:
+def test_leftovers_that_are_no_folders(tmp_path, kind):
     elsewhere = tmp_path / "elsewhere"
     save(elsewhere, 1)
     root = tmp_path / "root"
@@ -234,7 +233,7 @@ def test_leftovers_that_are_no_folders(tmp_path: Path, kind: str) -> None:
 # ---- removing --------------------------------------------------------------------------------------------------------
 
 
-def test_a_tree_with_links_is_removed_without_following_them(tmp_path: Path) -> None:
+def test_a_tree_with_links_is_removed_without_following_them(tmp_path):
     precious = tmp_path / "precious"
     save(precious, 1)
     root = tmp_path / "root"
@@ -252,7 +251,7 @@ def test_a_tree_with_links_is_removed_without_following_them(tmp_path: Path) -> 
     assert Catalog(precious).entry(1).complete
 
 
-def test_two_who_remove_the_same_tree(tmp_path: Path) -> None:
+def test_two_who_remove_the_same_tree(tmp_path):
     for number in range(20):
         tree = tmp_path / str(number)
         for folder in range(5):
@@ -260,9 +259,9 @@ def test_two_who_remove_the_same_tree(tmp_path: Path) -> None:
             for file in range(20):
                 (tree / str(folder) / str(file)).touch()
         start = threading.Barrier(2)
-        errors: list[BaseException] = []
+        errors = []
 
-        def remove(tree: Path, start: threading.Barrier, errors: list[BaseException]) -> None:
+        def remove(tree, start, errors):
             start.wait()
             try:
                 DISK.remove_tree(tree)
@@ -278,12 +277,12 @@ def test_two_who_remove_the_same_tree(tmp_path: Path) -> None:
         assert not tree.exists()
 
 
-def test_an_error_while_removing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_removing_is_told(tmp_path, monkeypatch):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "file").touch()
 
-    def refuse(*args: object, **kwargs: object) -> None:
+    def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "unlink", refuse)
@@ -291,11 +290,11 @@ def test_an_error_while_removing_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         DISK.remove_tree(folder)
 
 
-def test_making_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_making_folders(tmp_path, monkeypatch):
     class Counting(Disk):
         synced: list[Path] = []  # noqa: RUF012 one test
 
-        def sync_folder(self, path: Path) -> None:
+        def sync_folder(self, path):
             self.synced.append(path)
 
     disk = Counting()
@@ -313,15 +312,15 @@ def test_making_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (tmp_path / "e" / "f").is_dir()
 
 
-def test_a_file_is_made_once(tmp_path: Path) -> None:
+def test_a_file_is_made_once(tmp_path):
     DISK.create_file(tmp_path / "file", b"first")
     with pytest.raises(FileExistsError):
         DISK.create_file(tmp_path / "file", b"second")
     assert (tmp_path / "file").read_bytes() == b"first"
 
 
-def test_a_file_that_could_not_be_written_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, data: object) -> int:
+def test_a_file_that_could_not_be_written_is_not_there(tmp_path, monkeypatch):
+    def full(fd, data):
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "write", full)
@@ -330,10 +329,10 @@ def test_a_file_that_could_not_be_written_is_not_there(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_refuses_to_be_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_refuses_to_be_flushed(tmp_path, monkeypatch):
     codes = iter([22, 95, 38, 5])
 
-    def refuse(fd: int) -> None:
+    def refuse(fd):
         raise OSError(code := next(codes), os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", refuse)
@@ -343,17 +342,15 @@ def test_a_folder_that_refuses_to_be_flushed(tmp_path: Path, monkeypatch: pytest
         DISK.sync_folder(tmp_path)
 
 
-def test_files_are_flushed_before_the_name_that_makes_them_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_flushed_before_the_name_that_makes_them_count(tmp_path, monkeypatch):
     """The order that a power cut needs, of what really reaches the system."""
-    log: list[str] = []
+    log = []
     rename = os.rename
 
-    def fsync(fd: int) -> None:
+    def fsync(fd):
         log.append(f"flush {Path(f'/proc/self/fd/{fd}').readlink().name}")
 
-    def note(source: Path, target: Path) -> None:
+    def note(source, target):
         log.append(f"rename to {target.name}")
         rename(source, target)
 
@@ -383,17 +380,17 @@ def test_files_are_flushed_before_the_name_that_makes_them_count(
 class Meanwhile(Disk):
     """Has something happen right after the first rename: what comes between a prune's look and its deed."""
 
-    def __init__(self, what: Callable[[], object]) -> None:
-        self._what: Callable[[], object] | None = what
+    def __init__(self, what):
+        self._what = what
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         super().rename(source, target)
         if (what := self._what) is not None:
             self._what = None
             what()
 
 
-def test_a_reader_that_comes_between_the_look_and_the_deed_gets_its_checkpoint_back(tmp_path: Path) -> None:
+def test_a_reader_that_comes_between_the_look_and_the_deed_gets_its_checkpoint_back(tmp_path):
     for step in (100, 200, 300):
         save(tmp_path, step)
     with contextlib.ExitStack() as readers:
@@ -407,7 +404,7 @@ def test_a_reader_that_comes_between_the_look_and_the_deed_gets_its_checkpoint_b
     assert steps(tmp_path) == [300]
 
 
-def test_a_pin_that_comes_between_the_plan_and_the_deed_counts(tmp_path: Path) -> None:
+def test_a_pin_that_comes_between_the_plan_and_the_deed_counts(tmp_path):
     for step in (100, 200, 300):
         save(tmp_path, step)
     plan = plan_prune(tmp_path, KeepLast(1))
@@ -417,7 +414,7 @@ def test_a_pin_that_comes_between_the_plan_and_the_deed_counts(tmp_path: Path) -
     assert done.spared == {1: "pinned: late"}
 
 
-def test_a_rollback_that_comes_between_the_plan_and_the_deed_counts(tmp_path: Path) -> None:
+def test_a_rollback_that_comes_between_the_plan_and_the_deed_counts(tmp_path):
     for step in (100, 200, 300):
         save(tmp_path, step)
     plan = plan_prune(tmp_path, KeepLast(1))
@@ -428,7 +425,7 @@ def test_a_rollback_that_comes_between_the_plan_and_the_deed_counts(tmp_path: Pa
     assert "rolled back" in done.spared[1]
 
 
-def test_a_wanted_checkpoint_that_a_killed_prune_took_gets_its_name_back(tmp_path: Path) -> None:
+def test_a_wanted_checkpoint_that_a_killed_prune_took_gets_its_name_back(tmp_path):
     for step in (100, 200, 300):
         save(tmp_path, step)
     pin(tmp_path / "step-0000000100", "the paper", by="me", time_seconds=1.0, disk=DISK)
@@ -443,15 +440,13 @@ def test_a_wanted_checkpoint_that_a_killed_prune_took_gets_its_name_back(tmp_pat
     assert steps(tmp_path) == [100, 300]
 
 
-def test_what_was_taken_after_the_look_for_who_lives_is_no_stray(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_taken_after_the_look_for_who_lives_is_no_stray(tmp_path, monkeypatch):
     """It may be half removed by the time that it gets its name back."""
     for step in (100, 200):
         save(tmp_path, step)
     pin(tmp_path / "step-0000000100", "the paper", by="me", time_seconds=1.0, disk=DISK)
 
-    def late(root: Path, *, wait: bool) -> Leases:
+    def late(root, *, wait):
         found = look(root, wait=wait)
         path = root / "step-0000000100"
         path.rename(path.with_name(f"{path.name}.trash-feedbeef-1"))
@@ -462,7 +457,7 @@ def test_what_was_taken_after_the_look_for_who_lives_is_no_stray(
     assert plan.strays == plan.leftovers == []
 
 
-def test_what_another_prune_is_removing_is_its_own_business(tmp_path: Path) -> None:
+def test_what_another_prune_is_removing_is_its_own_business(tmp_path):
     save(tmp_path, 100)
     with lease(tmp_path, [], what="prune") as nonce:
         (tmp_path / f"step-0000000050.trash-{nonce}-1").mkdir()
@@ -470,7 +465,7 @@ def test_what_another_prune_is_removing_is_its_own_business(tmp_path: Path) -> N
     assert left(tmp_path) == [f"step-0000000050.trash-{nonce}-1"]
 
 
-def test_leases_of_the_dead_are_cleared(tmp_path: Path) -> None:
+def test_leases_of_the_dead_are_cleared(tmp_path):
     save(tmp_path, 100)
     run_folder(tmp_path).mkdir(exist_ok=True)
     owner = this_process("", None).model_copy(update={"start_ticks": 1})
@@ -482,11 +477,11 @@ def test_leases_of_the_dead_are_cleared(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_ctrl_c_leaves_the_rest_for_the_next_prune(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_the_rest_for_the_next_prune(tmp_path):
     for step in range(100, 1100, 100):
         save(tmp_path, step)
 
-    def stop(path: Path) -> None:
+    def stop(path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

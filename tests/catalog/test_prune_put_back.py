@@ -1,13 +1,9 @@
 """A prune that cannot put back what it has renamed away: it stays in the trash with every byte, and that is said."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -32,14 +28,14 @@ numbers = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting(monkeypatch):
     """Nobody pulls the plug here, and no reader waits for the prune in whose midst it comes."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setattr(lease_module, "_PASS_SECONDS", 0.0)
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     for step in (100, 200, 300):
         save(tmp_path, step)
     return tmp_path
@@ -48,11 +44,11 @@ def root(tmp_path: Path) -> Path:
 class OneWay(Disk):
     """Somebody does something when a checkpoint has become trash, which cannot be renamed back."""
 
-    def __init__(self, meanwhile: Callable[[], object]) -> None:
-        self._meanwhile: Callable[[], object] | None = meanwhile
+    def __init__(self, meanwhile):
+        self._meanwhile = meanwhile
         self.refuses = True
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         if self.refuses and ".trash-" in source.name:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
         super().rename(source, target)
@@ -61,19 +57,19 @@ class OneWay(Disk):
             what()
 
 
-def trash(root: Path) -> list[Path]:
+def trash(root):
     return sorted(root.glob(f"{NAME}.trash-*"))
 
 
-def is_whole(folder: Path) -> bool:
+def is_whole(folder):
     return verify_folder(folder, read_manifest(folder), threads=1).good
 
 
-def prune(root: Path, disk: Disk) -> None:
+def prune(root, disk):
     execute(root, plan_prune(root, KeepLast(1)), f"0123abcd-{next(numbers)}", disk)
 
 
-def test_what_a_reader_wants_stays_in_the_trash_and_comes_back(root: Path) -> None:
+def test_what_a_reader_wants_stays_in_the_trash_and_comes_back(root):
     before = holds(root)
     with contextlib.ExitStack() as readers:
         disk = OneWay(lambda: readers.enter_context(lease(root, [NAME], what="restore")))
@@ -96,7 +92,7 @@ def test_what_a_reader_wants_stays_in_the_trash_and_comes_back(root: Path) -> No
     assert trash(root) == []
 
 
-def test_one_that_was_pinned_meanwhile_comes_back_as_well(root: Path) -> None:
+def test_one_that_was_pinned_meanwhile_comes_back_as_well(root):
     before = holds(root)
     disk = OneWay(lambda: pin(trash(root)[0], "Table 2", by="me", time_seconds=1.0, disk=DISK))
     with pytest.raises(OSError, match="cannot be put back: pinned: Table 2"):
@@ -111,11 +107,11 @@ def test_one_that_was_pinned_meanwhile_comes_back_as_well(root: Path) -> None:
     assert note.why == "Table 2"
 
 
-def test_where_the_step_was_saved_again_both_are_there(root: Path) -> None:
+def test_where_the_step_was_saved_again_both_are_there(root):
     before = holds(root)
     with contextlib.ExitStack() as readers:
 
-        def meanwhile() -> None:
+        def meanwhile():
             save(root, 100, b"another")
             readers.enter_context(lease(root, [NAME], what="restore"))
 
@@ -135,10 +131,10 @@ def test_where_the_step_was_saved_again_both_are_there(root: Path) -> None:
     assert trash(root) == []
 
 
-def test_what_a_rollback_may_need_is_not_cleared_by_the_next_prune(root: Path) -> None:
+def test_what_a_rollback_may_need_is_not_cleared_by_the_next_prune(root):
     before = holds(root)
 
-    def roll_back() -> None:
+    def roll_back():
         assert main(["rollback", str(root), "--to-step", "200"]) == 0
 
     disk = OneWay(roll_back)
@@ -155,7 +151,7 @@ def test_what_a_rollback_may_need_is_not_cleared_by_the_next_prune(root: Path) -
     assert note.why == "a prune could not put it back: the root was rolled back since the plan was made"
 
 
-def test_the_command_says_so(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_so(root, monkeypatch, capsys):
     with contextlib.ExitStack() as readers:
         disk = OneWay(lambda: readers.enter_context(lease(root, [NAME], what="verify")))
         monkeypatch.setattr(prune_module.execute, "__defaults__", (disk,))
@@ -165,7 +161,7 @@ def test_the_command_says_so(root: Path, monkeypatch: pytest.MonkeyPatch, capsys
         assert is_whole(trash(root)[0])
 
 
-def test_a_run_says_so_and_goes_on(root: Path) -> None:
+def test_a_run_says_so_and_goes_on(root):
     journal, claimed = Journal(root / "journal.jsonl"), claim(root, "run", None)
     with contextlib.ExitStack() as readers:
         disk = OneWay(lambda: readers.enter_context(lease(root, [NAME], what="verify")))

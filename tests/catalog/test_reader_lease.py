@@ -1,7 +1,5 @@
 """Leases: who reads what in a root, and when a lease is over."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,13 +24,13 @@ NAME = step_folder(100)
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """Waits that would take half a minute."""
     monkeypatch.setattr(lease_module, "PATIENCE_SECONDS", 0.3)
     monkeypatch.setattr(lease_module, "_LOOK_SECONDS", 0.01)
 
 
-def leave(root: Path, nonce: str = "0a1b2c3d", **differences: object) -> Path:
+def leave(root, nonce="0a1b2c3d", **differences):
     """Leave a lease as if another process had taken it."""
     owner = this_process("", None).model_copy(update=differences)
     run_folder(root).mkdir(parents=True, exist_ok=True)
@@ -42,11 +39,11 @@ def leave(root: Path, nonce: str = "0a1b2c3d", **differences: object) -> Path:
     return path
 
 
-def leases_in(root: Path) -> list[str]:
+def leases_in(root):
     return sorted(path.name for path in run_folder(root).iterdir())
 
 
-def test_what_is_read_is_held_until_the_reader_is_done(tmp_path: Path) -> None:
+def test_what_is_read_is_held_until_the_reader_is_done(tmp_path):
     with lease(tmp_path, [NAME, "step-0000000200.tmp-x"], what="copy"):
         words = f"in use by copy (pid {os.getpid()} on host {socket.gethostname()})"
         assert look(tmp_path).names == {NAME: words, "step-0000000200.tmp-x": words}
@@ -56,56 +53,56 @@ def test_what_is_read_is_held_until_the_reader_is_done(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "who only looked leaves nothing behind"
 
 
-def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+def test_a_folder_that_was_there_stays(tmp_path):
     run_folder(tmp_path).mkdir()
     with lease(tmp_path, [NAME], what="copy"):
         pass
     assert leases_in(tmp_path) == []
 
 
-def test_several_readers_hold_the_same_folder(tmp_path: Path) -> None:
+def test_several_readers_hold_the_same_folder(tmp_path):
     with lease(tmp_path, [NAME], what="verify"):
         with lease(tmp_path, [NAME], what="restore"):
             assert len(leases_in(tmp_path)) == 2
         assert "verify" in look(tmp_path).names[NAME]
 
 
-def test_a_lease_is_given_back_also_when_the_reader_fails(tmp_path: Path) -> None:
+def test_a_lease_is_given_back_also_when_the_reader_fails(tmp_path):
     with pytest.raises(ValueError, match="damaged"), lease(tmp_path, [NAME], what="verify"):
         raise ValueError("damaged")
     assert look(tmp_path).names == {}
 
 
-def test_a_root_without_leases_holds_nothing(tmp_path: Path) -> None:
+def test_a_root_without_leases_holds_nothing(tmp_path):
     assert look(tmp_path).names == {}
     assert look(tmp_path / "nowhere").names == {}
     run_folder(tmp_path).write_text("a file")
     assert look(tmp_path).names == {}
 
 
-def test_the_checkpoint_is_found_behind_a_link(tmp_path: Path) -> None:
+def test_the_checkpoint_is_found_behind_a_link(tmp_path):
     (tmp_path / "root" / NAME).mkdir(parents=True)
     (tmp_path / "best").symlink_to(Path("root") / NAME)
     with reading(tmp_path / "best", what="diff"):
         assert list(look(tmp_path / "root").names) == [NAME]
 
 
-def test_no_trace_is_left_beside_a_folder_that_no_prune_would_take(tmp_path: Path) -> None:
+def test_no_trace_is_left_beside_a_folder_that_no_prune_would_take(tmp_path):
     (tmp_path / "model").mkdir()
     with reading(tmp_path / "model", what="verify"):
         assert not run_folder(tmp_path).exists()
 
 
-def test_a_reader_waits_until_a_prune_that_takes_its_checkpoint_is_past_it(tmp_path: Path) -> None:
+def test_a_reader_waits_until_a_prune_that_takes_its_checkpoint_is_past_it(tmp_path):
     folder = tmp_path / NAME
     folder.mkdir()
-    order: list[str] = []
+    order = []
 
-    def read() -> None:
+    def read():
         with lease(tmp_path, [NAME], what="restore"):
             order.append("there" if folder.exists() else "gone")
 
-    def read_another() -> None:
+    def read_another():
         with lease(tmp_path, [step_folder(200)], what="restore"):
             order.append("not in the way")
 
@@ -134,28 +131,28 @@ def test_a_reader_waits_until_a_prune_that_takes_its_checkpoint_is_past_it(tmp_p
 
 
 @pytest.mark.parametrize("operation", ["make_folder", "write_file"])
-def test_a_reader_that_cannot_write_reads_without_a_lease(tmp_path: Path, operation: str) -> None:
+def test_a_reader_that_cannot_write_reads_without_a_lease(tmp_path, operation):
     class Refusing(FaultyDisk):
-        def make_folders(self, path: Path) -> None:
+        def make_folders(self, path):
             if operation == "make_folder":
                 raise PermissionError(13, "Permission denied")
             super().make_folders(path)
 
-        def write_file(self, path: Path, data: bytes) -> None:
+        def write_file(self, path, data):
             raise OSError(28, "No space left on device")
 
     with lease(tmp_path, [NAME], what="verify", disk=Refusing()):
         assert look(tmp_path).names == {}
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     run_folder(tmp_path).symlink_to(tmp_path / "elsewhere")
     with lease(tmp_path, [NAME], what="verify"):
         assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_a_root_that_is_gone_is_not_made(tmp_path: Path) -> None:
+def test_a_root_that_is_gone_is_not_made(tmp_path):
     with lease(tmp_path / "gone", [NAME], what="verify"):
         assert not (tmp_path / "gone").exists()
 
@@ -163,7 +160,7 @@ def test_a_root_that_is_gone_is_not_made(tmp_path: Path) -> None:
 # ---- whose process is gone -------------------------------------------------------------------------------------------
 
 
-def test_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+def test_a_reader_that_was_killed_holds_nothing(tmp_path):
     program = (
         "import sys, time; from pathlib import Path; from ckptman.catalog.reader_lease import lease\n"
         f"with lease(Path(sys.argv[1]), ['{NAME}'], what='verify'):\n"
@@ -180,7 +177,7 @@ def test_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     assert [path.name for path in found.dead] == leases_in(tmp_path)
 
 
-def test_a_pid_that_was_used_again_holds_nothing(tmp_path: Path) -> None:
+def test_a_pid_that_was_used_again_holds_nothing(tmp_path):
     path = leave(tmp_path, start_ticks=1)
     assert look(tmp_path).dead == [path]
 
@@ -188,7 +185,7 @@ def test_a_pid_that_was_used_again_holds_nothing(tmp_path: Path) -> None:
 # ---- another host ----------------------------------------------------------------------------------------------------
 
 
-def test_a_reader_on_another_host_holds_while_its_lease_is_touched(tmp_path: Path) -> None:
+def test_a_reader_on_another_host_holds_while_its_lease_is_touched(tmp_path):
     path = leave(tmp_path, host="elsewhere", host_key="other")
     assert "on host elsewhere" in look(tmp_path, wait=False).names[NAME]
     os.utime(path, ns=(1, 1))  # its clock is far behind, or far ahead: it is different, that is all
@@ -196,7 +193,7 @@ def test_a_reader_on_another_host_holds_while_its_lease_is_touched(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_silent_reader_on_another_host_is_watched_before_it_counts_as_dead(tmp_path: Path) -> None:
+def test_a_silent_reader_on_another_host_is_watched_before_it_counts_as_dead(tmp_path):
     path = leave(tmp_path, host="elsewhere", host_key="other")
     assert look(tmp_path, wait=False).names
     assert look(tmp_path).dead == [path]
@@ -205,7 +202,7 @@ def test_a_silent_reader_on_another_host_is_watched_before_it_counts_as_dead(tmp
     assert look(tmp_path, wait=False).names, "it was only slow"
 
 
-def test_what_was_seen_of_leases_that_are_gone_is_forgotten(tmp_path: Path) -> None:
+def test_what_was_seen_of_leases_that_are_gone_is_forgotten(tmp_path):
     path = leave(tmp_path, host="elsewhere", host_key="other")
     look(tmp_path, wait=False)
     assert path in lease_module._first_seen
@@ -219,31 +216,29 @@ def test_what_was_seen_of_leases_that_are_gone_is_forgotten(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("rubbish", [b"", b"{", b"\xff", b"[" * 100_000, b'{"owner": 3}'])
-def test_a_lease_that_cannot_be_read_holds_everything_until_it_is_known_to_be_dead(
-    tmp_path: Path, rubbish: bytes
-) -> None:
+def test_a_lease_that_cannot_be_read_holds_everything_until_it_is_known_to_be_dead(tmp_path, rubbish):
     path = leave(tmp_path)
     path.write_bytes(rubbish)
     assert "cannot be read" in look(tmp_path, wait=False).holder(step_folder(7))
     assert look(tmp_path).dead == [path]
 
 
-def test_a_link_or_a_pipe_is_no_lease(tmp_path: Path) -> None:
+def test_a_link_or_a_pipe_is_no_lease(tmp_path):
     run_folder(tmp_path).mkdir()
     lease_path(tmp_path, "00000001").symlink_to("/dev/zero")
     os.mkfifo(lease_path(tmp_path, "00000002"))
     assert len(look(tmp_path, wait=False).dead) == 2
 
 
-def test_a_look_alike_is_no_lease(tmp_path: Path) -> None:
+def test_a_look_alike_is_no_lease(tmp_path):
     run_folder(tmp_path).mkdir()
     for name in ("lease-.json", "lease-00000001.json.bak", "my-lease-00000001.json", "lease-0000000G.json"):
         (run_folder(tmp_path) / name).write_text("{")
     assert look(tmp_path, wait=False) == lease_module.Leases()
 
 
-def test_leases_that_cannot_be_listed_are_not_no_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: object) -> list[str]:
+def test_leases_that_cannot_be_listed_are_not_no_leases(tmp_path, monkeypatch):
+    def refuse(path):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(lease_module.os, "listdir", refuse)
@@ -251,7 +246,7 @@ def test_leases_that_cannot_be_listed_are_not_no_leases(tmp_path: Path, monkeypa
         look(tmp_path)
 
 
-def test_words_of_a_lease_cannot_command_a_terminal(tmp_path: Path) -> None:
+def test_words_of_a_lease_cannot_command_a_terminal(tmp_path):
     leave(tmp_path, host="\x1b[2J", host_key="other")
     assert "\\x1b[2J" in look(tmp_path, wait=False).names[NAME]
 
@@ -262,14 +257,14 @@ def test_words_of_a_lease_cannot_command_a_terminal(tmp_path: Path) -> None:
 class Beats:
     """Stands for os.utime, which each beat of a lease calls, and does something `before`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.before: Callable[[], object] = lambda: None
+    def __init__(self, monkeypatch):
+        self.before = lambda: None
         self.count = 0
         self._utime, self._turn = os.utime, threading.Condition()
         monkeypatch.setattr(lease_module, "BEAT_SECONDS", 0.01)
         monkeypatch.setattr(lease_module.os, "utime", self)
 
-    def __call__(self, path: Path) -> None:
+    def __call__(self, path):
         try:
             self.before()
             self._utime(path)
@@ -278,7 +273,7 @@ class Beats:
                 self.count += 1
                 self._turn.notify_all()
 
-    def await_more(self, count: int) -> None:
+    def await_more(self, count):
         """Wait until so many more have come. By then the consequences are there of all but the last."""
         with self._turn:
             until = self.count + count
@@ -286,11 +281,11 @@ class Beats:
 
 
 @pytest.fixture
-def beats(monkeypatch: pytest.MonkeyPatch) -> Beats:
+def beats(monkeypatch):
     return Beats(monkeypatch)
 
 
-def test_a_lease_that_was_removed_is_made_again(beats: Beats, tmp_path: Path) -> None:
+def test_a_lease_that_was_removed_is_made_again(beats, tmp_path):
     with lease(tmp_path, [NAME], what="verify") as nonce:
         path = lease_path(tmp_path, nonce)
         text = path.read_bytes()
@@ -303,8 +298,8 @@ def test_a_lease_that_was_removed_is_made_again(beats: Beats, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_of_the_file_system_does_not_stop_the_beats(beats: Beats, tmp_path: Path) -> None:
-    def fail() -> None:
+def test_an_error_of_the_file_system_does_not_stop_the_beats(beats, tmp_path):
+    def fail():
         raise OSError(errno.EIO, "Input/output error")
 
     with lease(tmp_path, [NAME], what="verify") as nonce:
@@ -316,7 +311,7 @@ def test_an_error_of_the_file_system_does_not_stop_the_beats(beats: Beats, tmp_p
         assert list(look(tmp_path).names) == [NAME]
 
 
-def test_where_the_mount_is_away_no_lease_is_made(beats: Beats, tmp_path: Path) -> None:
+def test_where_the_mount_is_away_no_lease_is_made(beats, tmp_path):
     """With a folder for it an empty mount point would look like a root."""
     root = tmp_path / "mount"
     root.mkdir()
@@ -330,9 +325,9 @@ def test_where_the_mount_is_away_no_lease_is_made(beats: Beats, tmp_path: Path) 
     assert list(root.iterdir()) == []
 
 
-def test_a_lease_that_is_over_is_not_made_again(tmp_path: Path) -> None:
+def test_a_lease_that_is_over_is_not_made_again(tmp_path):
     class Once(Disk):
-        def create_whole_file(self, path: Path, data: bytes) -> None:
+        def create_whole_file(self, path, data):
             assert not path.parent.joinpath("made").exists()
             super().create_whole_file(path, data)
             path.parent.joinpath("made").touch()
@@ -342,15 +337,13 @@ def test_a_lease_that_is_over_is_not_made_again(tmp_path: Path) -> None:
     assert leases_in(tmp_path) == ["made"]
 
 
-def test_who_reads_from_a_mount_that_hangs_gets_away_from_it(
-    beats: Beats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_reads_from_a_mount_that_hangs_gets_away_from_it(beats, tmp_path, monkeypatch):
     """Its lease stays, and counts for nothing as soon as its process is gone."""
     monkeypatch.setattr(lease_module, "_END_SECONDS", 0.2)
     answers = threading.Event()
 
     class Hanging(Disk):
-        def remove_file(self, path: Path) -> None:
+        def remove_file(self, path):
             assert not is_lease(path.name), "that would hang, too"
             super().remove_file(path)
 

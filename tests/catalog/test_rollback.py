@@ -1,13 +1,9 @@
 """Going back to an earlier step: what is newer stays on disk, is named, and nobody restores it unasked."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +12,7 @@ import ckptman
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute as prune
 from ckptman.catalog.prune import plan_prune
-from ckptman.catalog.rollback import Change, execute, plan_rollback, plan_undo
+from ckptman.catalog.rollback import execute, plan_rollback, plan_undo
 from ckptman.catalog.rollback_records import read_abandoned, read_rollbacks
 from ckptman.catalog.verified import remember_damage
 from ckptman.catalog.writer_lock import claim
@@ -24,35 +20,35 @@ from ckptman.cli.app import main
 from ckptman.errors import BusyError, ConfigError, CorruptError, NotFoundError, RootError
 from ckptman.format.manifest import Nonfinite
 from ckptman.format.paths import journal_path, rollback_path, run_folder
-from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.durable_files import DISK
 from ckptman.policies.retention import KeepLast
 from ckptman.runtime.journal import read_journal
 from tests.helpers.checkpoints import commit
-from tests.helpers.faulty_disk import Death, Fault, FaultyDisk, faults
+from tests.helpers.faulty_disk import Death, FaultyDisk, faults
 from tests.helpers.faulty_disk import save as save_bytes
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """Steps 10 to 50."""
     for step in (10, 20, 30, 40, 50):
         commit(tmp_path / "run", step, metrics={"loss": 1 / step})
     return tmp_path / "run"
 
 
-def back(root: Path, step: int, why: str = "", disk: Disk = DISK) -> Change:
+def back(root, step, why="", disk=DISK):
     return execute(root, partial(plan_rollback, root, step), why=why, by="me@here", time_seconds=1.0, disk=disk)
 
 
-def undo(root: Path) -> Change:
+def undo(root):
     return execute(root, partial(plan_undo, root), why="", by="me@here", time_seconds=2.0)
 
 
-def steps(root: Path, **more: Any) -> list[int]:
+def steps(root, **more):
     return [entry.step for entry in Catalog(root).scan(**more)]
 
 
-def test_what_is_newer_is_abandoned_and_stays_where_it_is(root: Path) -> None:
+def test_what_is_newer_is_abandoned_and_stays_where_it_is(root):
     before = sorted(path.name for path in root.iterdir())
     change = back(root, 20, "the loss exploded")
     assert [entry.step for entry in change.entries] == [30, 40, 50]
@@ -66,12 +62,12 @@ def test_what_is_newer_is_abandoned_and_stays_where_it_is(root: Path) -> None:
     assert (rollback.to_step, rollback.by, [each.sequence for each in rollback.abandoned]) == (20, "me@here", [3, 4, 5])
 
 
-def test_a_rollback_to_the_newest_changes_nothing(root: Path) -> None:
+def test_a_rollback_to_the_newest_changes_nothing(root):
     assert back(root, 50).entries == []
     assert read_rollbacks(root) == {}
 
 
-def test_a_step_that_no_restore_would_take_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_no_restore_would_take_is_refused(root, capsys):
     for step in (60, 70):
         commit(root, step, nonfinite=Nonfinite(tensors=("model.weight",)))
     for step in (60, 70):
@@ -86,27 +82,27 @@ def test_a_step_that_no_restore_would_take_is_refused(root: Path, capsys: pytest
     assert told in capsys.readouterr().out
 
 
-def test_a_finite_one_that_is_damaged_does_not_count(root: Path) -> None:
+def test_a_finite_one_that_is_damaged_does_not_count(root):
     for entry in Catalog(root).scan():
         remember_damage(entry.path, entry.require_manifest(), "a block")
     commit(root, 60, nonfinite=Nonfinite(tensors=("model.weight",)))
     assert back(root, 60).entries == []
 
 
-def test_where_none_is_finite_any_will_do(tmp_path: Path) -> None:
+def test_where_none_is_finite_any_will_do(tmp_path):
     for step in (10, 20):
         commit(tmp_path, step, nonfinite=Nonfinite(tensors=("model.weight",)))
     assert [entry.step for entry in back(tmp_path, 10).entries] == [20]
 
 
-def test_it_is_the_order_of_commits_that_counts(tmp_path: Path) -> None:
+def test_it_is_the_order_of_commits_that_counts(tmp_path):
     for step, sequence in ((10, 1), (90, 2), (20, 3), (30, 4)):
         commit(tmp_path, step, sequence=sequence)
     assert [entry.step for entry in back(tmp_path, 20).entries] == [30]
     assert steps(tmp_path) == [10, 90, 20]
 
 
-def test_a_step_that_is_saved_again_takes_nothing_away(root: Path) -> None:
+def test_a_step_that_is_saved_again_takes_nothing_away(root):
     back(root, 20)
     lost = {entry.step: entry.identity for entry in Catalog(root).scan(abandoned=True)}
     commit(root, 30, rows=4)
@@ -128,7 +124,7 @@ def test_a_step_that_is_saved_again_takes_nothing_away(root: Path) -> None:
     assert [entry.step for entry in Catalog(root).scan(abandoned=True)] == [10, 20, 30, 40, 50, 30]
 
 
-def test_numbers_that_come_again_abandon_nothing(root: Path) -> None:
+def test_numbers_that_come_again_abandon_nothing(root):
     back(root, 20)
     for entry in Catalog(root).scan(abandoned=True)[2:]:
         shutil.rmtree(entry.path)
@@ -137,7 +133,7 @@ def test_numbers_that_come_again_abandon_nothing(root: Path) -> None:
     assert again.identity not in read_abandoned(root)
 
 
-def test_retention_counts_what_was_abandoned_for_nothing(root: Path) -> None:
+def test_retention_counts_what_was_abandoned_for_nothing(root):
     back(root, 20, "spike")
     plan = plan_prune(root, KeepLast(2))
     verdicts = {verdict.record.step: (verdict.keep, verdict.reasons) for verdict in plan.verdicts}
@@ -149,7 +145,7 @@ def test_retention_counts_what_was_abandoned_for_nothing(root: Path) -> None:
     assert steps(root) == [10, 20, 30]
 
 
-def test_an_undo_brings_them_back(root: Path) -> None:
+def test_an_undo_brings_them_back(root):
     back(root, 40)
     back(root, 20)
     with pytest.raises(NotFoundError, match="step 40 was abandoned by the rollback to step 20"):
@@ -163,7 +159,7 @@ def test_an_undo_brings_them_back(root: Path) -> None:
     assert len(read_rollbacks(root)) == 4
 
 
-def test_an_undo_does_not_take_the_place_of_what_was_saved_since(root: Path) -> None:
+def test_an_undo_does_not_take_the_place_of_what_was_saved_since(root):
     back(root, 20)
     commit(root, 30, rows=4)
     with pytest.raises(ConfigError, match="step 30 was saved again"):
@@ -174,7 +170,7 @@ def test_an_undo_does_not_take_the_place_of_what_was_saved_since(root: Path) -> 
     assert steps(root) == [10, 20]
 
 
-def test_what_cannot_be(root: Path) -> None:
+def test_what_cannot_be(root):
     with pytest.raises(NotFoundError, match="no checkpoint of step 35; the latest there are: 10, 20, 30, 40, 50"):
         plan_rollback(root, 35)
     with pytest.raises(NotFoundError, match="no checkpoint root"):
@@ -185,7 +181,7 @@ def test_what_cannot_be(root: Path) -> None:
     assert [entry.step for entry in plan_rollback(root, 20).entries] == [40, 50]
 
 
-def test_not_while_a_run_is_alive(root: Path) -> None:
+def test_not_while_a_run_is_alive(root):
     held = claim(root, "run", None)
     try:
         with pytest.raises(BusyError):
@@ -197,7 +193,7 @@ def test_not_while_a_run_is_alive(root: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b'{"format_version": 1}', b"\xff", b"[]"])
-def test_a_rollback_that_cannot_be_read_is_no_reason_to_restore_what_it_left(root: Path, text: bytes) -> None:
+def test_a_rollback_that_cannot_be_read_is_no_reason_to_restore_what_it_left(root, text):
     back(root, 20)
     rollback_path(root, 1).write_bytes(text)
     with pytest.raises(CorruptError, match=r"rollback-000001\.json"):
@@ -211,11 +207,11 @@ def test_a_rollback_that_cannot_be_read_is_no_reason_to_restore_what_it_left(roo
     assert steps(root) == [10, 20, 30, 40, 50]
 
 
-def test_a_death_at_any_operation_leaves_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_at_any_operation_leaves_all_or_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     outcomes = set()
 
-    def once(fault: Fault | None) -> bool:
+    def once(fault):
         root = tmp_path / "run"
         shutil.rmtree(root, ignore_errors=True)
         for step in (10, 20, 30):
@@ -241,9 +237,7 @@ def test_a_death_at_any_operation_leaves_all_or_nothing(tmp_path: Path, monkeypa
     assert len(outcomes) == 2
 
 
-def test_a_death_while_the_step_is_saved_again_keeps_what_was_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_death_while_the_step_is_saved_again_keeps_what_was_left(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     for fault in faults():
         root = tmp_path / "run"
@@ -267,9 +261,9 @@ def test_a_death_while_the_step_is_saved_again_keeps_what_was_left(
 # ---- with a run, and on the command line -----------------------------------------------------------------------------
 
 
-def run(root: Path, until: int, step: int | None = None, every: int = 10) -> int:
+def run(root, until, step=None, every=10):
     """A run that counts; what it has counted to is checked against the step it starts from."""
-    state: dict[str, Any] = {"count": {"n": torch.zeros(1)}}
+    state = {"count": {"n": torch.zeros(1)}}
     with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(every), deadline=None) as checkpointer:
         start = checkpointer.restore(step=step)
         assert state["count"]["n"].item() == start
@@ -279,7 +273,7 @@ def run(root: Path, until: int, step: int | None = None, every: int = 10) -> int
     return start
 
 
-def test_the_next_run_goes_on_from_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_run_goes_on_from_there(tmp_path, capsys):
     root = tmp_path / "run"
     run(root, 50)
     assert main(["rollback", str(root), "--to-step", "20", "--why", "spike", "--dry-run"]) == 0
@@ -308,7 +302,7 @@ def test_the_next_run_goes_on_from_there(tmp_path: Path, capsys: pytest.CaptureF
     assert (event["step"], event["steps"], event["why"]) == (20, [30, 40, 50], "spike")
 
 
-def test_one_run_can_start_elsewhere_without_a_rollback(tmp_path: Path) -> None:
+def test_one_run_can_start_elsewhere_without_a_rollback(tmp_path):
     root = tmp_path / "run"
     run(root, 50)
     assert run(root, 25, step=20) == 20
@@ -319,7 +313,7 @@ def test_one_run_can_start_elsewhere_without_a_rollback(tmp_path: Path) -> None:
     assert run(root, 40, step=40) == 40  # asked for by its step, what was abandoned is still there
 
 
-def test_the_command_says_what_is_wrong(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_is_wrong(root, capsys):
     assert main(["rollback", str(root)]) == 2
     assert "--to-step N" in capsys.readouterr().err
     assert main(["rollback", str(root), "--to-step", "20", "--undo"]) == 2

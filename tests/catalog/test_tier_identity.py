@@ -1,11 +1,8 @@
 """Whose a tier is: two runs never restore from, prune or fill each other's, and one that has lost its root goes on."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -30,12 +27,12 @@ from tests.helpers.object_store import bucket_fixture, proxy_fixture
 __all__ = ["bucket_fixture", "proxy_fixture"]
 
 
-def steps(root: Path) -> list[int]:
+def steps(root):
     return [entry.step for entry in Catalog(root).scan()]
 
 
 @pytest.mark.slow
-def test_two_runs_do_not_share_a_tier(tmp_path: Path) -> None:
+def test_two_runs_do_not_share_a_tier(tmp_path):
     tiers = [ckptman.Tier(tmp_path / "far", retention=ckptman.KeepLast(2))]
     assert run(str(tmp_path / "a"), tiers, 40) == 0
     before = steps(tmp_path / "far")
@@ -47,7 +44,7 @@ def test_two_runs_do_not_share_a_tier(tmp_path: Path) -> None:
     assert run(str(tmp_path / "b"), [], 20) == 0
 
 
-def test_nor_where_both_have_run_before(tmp_path: Path) -> None:
+def test_nor_where_both_have_run_before(tmp_path):
     assert run(str(tmp_path / "b"), [], 20) == 0
     tiers = [ckptman.Tier(tmp_path / "far")]
     assert run(str(tmp_path / "a"), tiers, 40) == 0
@@ -55,7 +52,7 @@ def test_nor_where_both_have_run_before(tmp_path: Path) -> None:
         run(str(tmp_path / "b"), tiers, 40)
 
 
-def test_a_drain_leaves_alone_what_is_of_another_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drain_leaves_alone_what_is_of_another_root(tmp_path, capsys):
     far = tmp_path / "far"
     for name, step in (("a", 10), ("b", 50)):
         commit(tmp_path / name, step)
@@ -71,7 +68,7 @@ def test_a_drain_leaves_alone_what_is_of_another_root(tmp_path: Path, capsys: py
     assert steps(tmp_path / "b") == [50, 60]
 
 
-def test_nor_is_a_root_filled_that_is_named_as_a_tier(tmp_path: Path) -> None:
+def test_nor_is_a_root_filled_that_is_named_as_a_tier(tmp_path):
     run(str(tmp_path / "a"), [], 20)
     commit(tmp_path / "b", 50)
     write_tiers(tmp_path / "b", [Tier(tmp_path / "a", retention=KeepLast(1))])
@@ -79,7 +76,7 @@ def test_nor_is_a_root_filled_that_is_named_as_a_tier(tmp_path: Path) -> None:
     assert steps(tmp_path / "a") == [10, 20]
 
 
-def test_nor_one_that_an_earlier_version_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nor_one_that_an_earlier_version_made(tmp_path, capsys):
     """It has no id yet, and the same run id where one was copied from the other."""
     run(str(tmp_path / "a"), [], 20)
     (tmp_path / "a" / DOT / ROOT_ID).unlink()
@@ -91,17 +88,15 @@ def test_nor_one_that_an_earlier_version_made(tmp_path: Path, capsys: pytest.Cap
     assert steps(tmp_path / "a") == [10, 20]
 
 
-def test_a_folder_of_copies_may_have_been_rolled_back(tmp_path: Path) -> None:
+def test_a_folder_of_copies_may_have_been_rolled_back(tmp_path):
     run(str(tmp_path / "a"), [], 30)
     assert main(["copy", str(tmp_path / "a"), str(tmp_path / "far"), "--all"]) == 0
     assert main(["rollback", str(tmp_path / "far"), "--to-step", "20"]) == 0
     assert run(str(tmp_path / "a"), [ckptman.Tier(tmp_path / "far")], 40) in (20, 30)
 
 
-def test_a_root_that_nobody_may_write_to_is_drained_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> str:
+def test_a_root_that_nobody_may_write_to_is_drained_all_the_same(tmp_path, monkeypatch):
+    def refuse(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied", "root.json")
 
     commit(tmp_path / "a", 10)
@@ -111,9 +106,7 @@ def test_a_root_that_nobody_may_write_to_is_drained_all_the_same(
 
 
 @pytest.mark.slow
-def test_a_tier_in_which_a_run_was_started_is_one_no_more_until_that_is_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tier_in_which_a_run_was_started_is_one_no_more_until_that_is_over(tmp_path, capsys):
     root, far = tmp_path / "run", tmp_path / "far"
     run(str(root), [ckptman.Tier(far)], 20)
     assert main(["drain", str(far), "--to", str(tmp_path / "further")]) == 0  # that makes no root of it
@@ -128,7 +121,7 @@ def test_a_tier_in_which_a_run_was_started_is_one_no_more_until_that_is_over(
 
 
 @pytest.mark.slow
-def test_a_lost_root_goes_on_from_its_tiers_at_the_same_path(tmp_path: Path) -> None:
+def test_a_lost_root_goes_on_from_its_tiers_at_the_same_path(tmp_path):
     root, tiers = tmp_path / "run", [ckptman.Tier(tmp_path / "far"), ckptman.Tier(tmp_path / "near")]
     run(str(root), tiers, 20)
     known = read_identity(root)
@@ -137,7 +130,7 @@ def test_a_lost_root_goes_on_from_its_tiers_at_the_same_path(tmp_path: Path) -> 
     assert read_identity(root) == known
 
 
-def test_at_another_path_by_its_run_id(tmp_path: Path) -> None:
+def test_at_another_path_by_its_run_id(tmp_path):
     tiers = [Tier(tmp_path / "far")]
     run(str(tmp_path / "old"), tiers, 20)
     mark = read_mark(LocalBackend(tmp_path / "far"))
@@ -147,7 +140,7 @@ def test_at_another_path_by_its_run_id(tmp_path: Path) -> None:
         run(str(tmp_path / "new"), tiers, 40)
     state = {"n": 0}
     options = {"tiers": tiers, "deadline": None, "run_id": mark.run_id}
-    with ckptman.Checkpointer(tmp_path / "new2", {"count": state}, **options) as checkpointer:  # type: ignore[arg-type]
+    with ckptman.Checkpointer(tmp_path / "new2", {"count": state}, **options) as checkpointer:
         assert checkpointer.root == tmp_path / "new2"
     assert read_identity(tmp_path / "new2") == mark.id
     renewed = read_mark(LocalBackend(tmp_path / "far"))
@@ -156,7 +149,7 @@ def test_at_another_path_by_its_run_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_root_that_was_moved_keeps_its_tiers_and_one_that_was_copied_does_not(tmp_path: Path) -> None:
+def test_a_root_that_was_moved_keeps_its_tiers_and_one_that_was_copied_does_not(tmp_path):
     tiers = [ckptman.Tier(tmp_path / "far")]
     run(str(tmp_path / "a"), tiers, 20)
     (tmp_path / "a").rename(tmp_path / "b")
@@ -169,7 +162,7 @@ def test_a_root_that_was_moved_keeps_its_tiers_and_one_that_was_copied_does_not(
 
 
 @pytest.mark.slow
-def test_a_tier_of_an_earlier_version_is_adopted_by_its_run(tmp_path: Path) -> None:
+def test_a_tier_of_an_earlier_version_is_adopted_by_its_run(tmp_path):
     root, far = tmp_path / "run", tmp_path / "far"
     run(str(root), [ckptman.Tier(far)], 20)
     for path in (root / DOT / ROOT_ID, far / DOT / TIER_OF):
@@ -182,7 +175,7 @@ def test_a_tier_of_an_earlier_version_is_adopted_by_its_run(tmp_path: Path) -> N
     assert mark.id == read_identity(root)
 
 
-def test_of_two_at_once_one_gets_the_tier(tmp_path: Path) -> None:
+def test_of_two_at_once_one_gets_the_tier(tmp_path):
     far = tmp_path / "far"
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -190,7 +183,7 @@ def test_of_two_at_once_one_gets_the_tier(tmp_path: Path) -> None:
     (far / DOT).mkdir(parents=True)
 
     class Late(Disk):
-        def create_whole_file(self, path: Path, data: bytes) -> None:
+        def create_whole_file(self, path, data):
             mark_tier(tmp_path / "b", LocalBackend(far), "b", renew=False)
             super().create_whole_file(path, data)
 
@@ -202,7 +195,7 @@ def test_of_two_at_once_one_gets_the_tier(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mark_that_has_changed_is_no_mark(tmp_path: Path) -> None:
+def test_a_mark_that_has_changed_is_no_mark(tmp_path):
     root, far = tmp_path / "run", tmp_path / "far"
     run(str(root), [ckptman.Tier(far)], 20)
     mark = far / DOT / TIER_OF
@@ -215,7 +208,7 @@ def test_a_mark_that_has_changed_is_no_mark(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_of_an_object_store(tmp_path: Path, bucket: str) -> None:
+def test_the_same_of_an_object_store(tmp_path, bucket):
     url = f"s3://{bucket}/run"
     for name, step in (("a", 10), ("b", 50)):
         commit(tmp_path / name, step)

@@ -1,11 +1,8 @@
 """Tiers: what goes where and why, drains, and what a root with tiers behind it has to restore."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,26 +19,26 @@ from ckptman.policies.retention import AtMost, KeepBest, KeepEvery, KeepLast, Re
 from ckptman.policies.tiers import Tier, due
 from ckptman.runtime.outcome import Outcome, write_outcome
 from ckptman.transfer.copy import CopyOptions
-from ckptman.transfer.drain import Drained, DrainTask, carry_out, plan_drain, prepare
+from ckptman.transfer.drain import carry_out, plan_drain, prepare
 from tests.helpers.checkpoints import commit, flip_byte
 
 
-def record(sequence: int, loss: float = 1.0, **more: object) -> Record:
-    return Record(10 * sequence, sequence, 1000.0 * sequence, 100, {"loss": loss}, **more)  # type: ignore[arg-type]
+def record(sequence, loss=1.0, **more):
+    return Record(10 * sequence, sequence, 1000.0 * sequence, 100, {"loss": loss}, **more)
 
 
-def steps(root: Path) -> list[int]:
+def steps(root):
     return [entry.step for entry in Catalog(root).scan()]
 
 
-def wanted(records: list[Record], there: list[Record], tier: Tier) -> dict[int, str]:
+def wanted(records, there, tier):
     """What is due, by sequence."""
     return {records[place].sequence: why for place, why in due(records, there, tier, 0).items()}
 
 
-def drain(root: Path, *tiers: Tier) -> list[Drained]:
+def drain(root, *tiers):
     @contextmanager
-    def means(task: DrainTask) -> Iterator[CopyOptions]:
+    def means(task):
         yield CopyOptions()
 
     write_tiers(root, tiers)
@@ -51,7 +48,7 @@ def drain(root: Path, *tiers: Tier) -> list[Drained]:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """Steps 10 to 80, of which 30 is the best."""
     for step in range(10, 90, 10):
         commit(tmp_path / "run", step, metrics={"loss": abs(step - 30)})
@@ -61,14 +58,14 @@ def root(tmp_path: Path) -> Path:
 # ---- the rules -------------------------------------------------------------------------------------------------------
 
 
-def test_each_so_many_th_commit_is_due() -> None:
+def test_each_so_many_th_commit_is_due():
     records = [record(number) for number in range(1, 10)]
     assert wanted(records, [], Tier("/x")) == dict.fromkeys(range(1, 10), "every commit")
     assert wanted(records, [], Tier("/x", every=4)) == {4: "every 4 commits", 8: "every 4 commits"}
     assert wanted(records, [records[3]], Tier("/x", every=4)) == {8: "every 4 commits"}
 
 
-def test_of_the_candidates_those_go_that_the_tier_would_keep() -> None:
+def test_of_the_candidates_those_go_that_the_tier_would_keep():
     records = [record(number, loss=abs(number - 3)) for number in range(1, 10)]
     best = Tier("/x", retention=KeepBest("loss"))
     assert wanted(records, [], best) == {3: "keep best 1 by loss (min): 0"}
@@ -77,7 +74,7 @@ def test_of_the_candidates_those_go_that_the_tier_would_keep() -> None:
     assert list(wanted(records, [], Tier("/x", every=2, retention=KeepEvery(steps=40)))) == [4, 8]
 
 
-def test_a_tier_whose_newest_is_not_finite_gets_the_newest_finite_one_too() -> None:
+def test_a_tier_whose_newest_is_not_finite_gets_the_newest_finite_one_too():
     last, spoilt = Tier("/x", retention=KeepLast(1)), {"nonfinite_tensors": ("model.weight",)}
     records = [record(1), record(2), record(3, **spoilt), record(4, **spoilt)]
     assert wanted(records, [], last) == {2: "newest finite", 4: "keep last 1 of 1"}
@@ -90,22 +87,22 @@ def test_a_tier_whose_newest_is_not_finite_gets_the_newest_finite_one_too() -> N
     assert wanted(records, [], best) == {2: "keep best 1 by loss (min): 0.5", 3: "newest finite"}
 
 
-def test_what_is_damaged_or_abandoned_goes_nowhere() -> None:
+def test_what_is_damaged_or_abandoned_goes_nowhere():
     records = [record(1), record(2, damaged="a block"), record(3, abandoned="by a rollback")]
     assert list(wanted(records, [], Tier("/x"))) == [1]
 
 
-def test_another_checkpoint_of_the_same_number_is_not_the_same() -> None:
+def test_another_checkpoint_of_the_same_number_is_not_the_same():
     assert list(wanted([record(1)], [Record(10, 1, 5.0, 100, {})], Tier("/x"))) == [1]
 
 
-def test_tiers_that_cannot_be(tmp_path: Path) -> None:
+def test_tiers_that_cannot_be(tmp_path):
     with pytest.raises(IntervalError, match="every"):
         Tier("/x", every=0)
     with pytest.raises(ConfigError, match="path"):
         Tier("")
     with pytest.raises(ConfigError, match="retention"):
-        Tier("/x", retention=3)  # type: ignore[arg-type]
+        Tier("/x", retention=3)
     with pytest.raises(ConfigError, match="percent"):
         Tier("/x", retention=KeepLast(3) & AtMost(percent=80))
     with pytest.raises(IntervalError, match="bytes_per_second"):
@@ -121,7 +118,7 @@ def test_tiers_that_cannot_be(tmp_path: Path) -> None:
         write_tiers(root, [Tier("s3://bucket/run"), Tier("s3://bucket/run/")])
 
     class Own(RetentionPolicy):
-        def keeps(self, records: object) -> dict[int, str]:
+        def keeps(self, records):
             return {}
 
     with pytest.raises(ConfigError, match="a rule of its own"):
@@ -132,7 +129,7 @@ def test_tiers_that_cannot_be(tmp_path: Path) -> None:
 # ---- the file in the root --------------------------------------------------------------------------------------------
 
 
-def test_tiers_are_stored_with_absolute_paths(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiers_are_stored_with_absolute_paths(root, monkeypatch):
     monkeypatch.chdir(root.parent)
     tiers = (Tier("far", every=4, retention=KeepLast(3) | KeepBest("loss"), bytes_per_second=1e9), Tier("s3://b/run"))
     write_tiers(Path("run"), tiers)
@@ -142,7 +139,7 @@ def test_tiers_are_stored_with_absolute_paths(root: Path, monkeypatch: pytest.Mo
     assert read_tiers(root) == ()
 
 
-def test_a_tier_that_was_there_and_is_gone_is_not_made_anew(root: Path) -> None:
+def test_a_tier_that_was_there_and_is_gone_is_not_made_anew(root):
     tier = Tier(root.parent / "far")
     write_tiers(root, [tier])
     shutil.rmtree(root.parent / "far")
@@ -154,7 +151,7 @@ def test_a_tier_that_was_there_and_is_gone_is_not_made_anew(root: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b'{"format_version": 1, "tiers": [{}]}', b"[]"])
-def test_what_cannot_be_read_is_no_reason_to_delete(root: Path, text: bytes) -> None:
+def test_what_cannot_be_read_is_no_reason_to_delete(root, text):
     write_tiers(root, [Tier(root.parent / "far")])
     tiers_path(root).write_bytes(text)
     with pytest.raises(CorruptError, match=r"tiers\.json"):
@@ -166,7 +163,7 @@ def test_what_cannot_be_read_is_no_reason_to_delete(root: Path, text: bytes) -> 
 # ---- drains ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_drain_copies_what_is_due_newest_first_and_prunes_the_tier(root: Path) -> None:
+def test_a_drain_copies_what_is_due_newest_first_and_prunes_the_tier(root):
     far = Tier(root.parent / "far", every=2, retention=KeepLast(2))
     assert [(each.task.entry.step, each.copied is not None) for each in drain(root, far)] == [(80, True), (60, True)]
     assert steps(root.parent / "far") == [60, 80]
@@ -178,7 +175,7 @@ def test_a_drain_copies_what_is_due_newest_first_and_prunes_the_tier(root: Path)
     assert len(steps(root)) == 10
 
 
-def test_trouble_with_one_tier_keeps_no_other(root: Path) -> None:
+def test_trouble_with_one_tier_keeps_no_other(root):
     (root.parent / "file").touch()
     near, far = Tier(root.parent / "file" / "near"), Tier(root.parent / "far", every=8)
     write_tiers(root, [far])
@@ -187,7 +184,7 @@ def test_trouble_with_one_tier_keeps_no_other(root: Path) -> None:
     assert [task.entry.step for task in plan.tasks] == [80]
 
 
-def test_a_damaged_one_is_not_copied_and_the_others_are(root: Path) -> None:
+def test_a_damaged_one_is_not_copied_and_the_others_are(root):
     flip_byte(root / "step-0000000070" / "__0_0.distcp")
     done = drain(root, Tier(root.parent / "far"))
     bad = [each for each in done if each.error is not None]
@@ -196,7 +193,7 @@ def test_a_damaged_one_is_not_copied_and_the_others_are(root: Path) -> None:
     assert steps(root.parent / "far") == [10, 20, 30, 40, 50, 60, 80]
 
 
-def test_what_is_awaited_is_known_to_prunes(root: Path) -> None:
+def test_what_is_awaited_is_known_to_prunes(root):
     far = Tier(root.parent / "far", every=4)
     write_tiers(root, [far])
     records = [entry.record() for entry in Catalog(root).scan()]
@@ -216,7 +213,7 @@ def test_what_is_awaited_is_known_to_prunes(root: Path) -> None:
 # ---- what a run finds ------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_wherever_it_is_and_the_nearest_copy_of_it(root: Path) -> None:
+def test_the_newest_wherever_it_is_and_the_nearest_copy_of_it(root):
     near, far = Tier(root.parent / "near", every=2), Tier(root.parent / "far")
     drain(root, near, far)
     shutil.rmtree(root / "step-0000000080")
@@ -231,7 +228,7 @@ def test_the_newest_wherever_it_is_and_the_nearest_copy_of_it(root: Path) -> Non
     assert place.last_sequence() == 8
 
 
-def test_a_root_that_was_emptied_goes_on_from_its_tiers(root: Path) -> None:
+def test_a_root_that_was_emptied_goes_on_from_its_tiers(root):
     far = Tier(root.parent / "far", every=4)
     drain(root, far)
     shutil.rmtree(root)
@@ -241,7 +238,7 @@ def test_a_root_that_was_emptied_goes_on_from_its_tiers(root: Path) -> None:
     assert place.last_sequence() == 8
 
 
-def test_a_tier_that_is_away_is_no_reason_to_start_over(root: Path) -> None:
+def test_a_tier_that_is_away_is_no_reason_to_start_over(root):
     far = Tier(root.parent / "far", every=4)
     drain(root, far)
     (root.parent / "far").rename(root.parent / "away")
@@ -254,7 +251,7 @@ def test_a_tier_that_is_away_is_no_reason_to_start_over(root: Path) -> None:
         place.list()
 
 
-def test_what_was_abandoned_here_is_so_in_the_tiers(root: Path) -> None:
+def test_what_was_abandoned_here_is_so_in_the_tiers(root):
     far = Tier(root.parent / "far", every=4)
     drain(root, far)
     assert main(["rollback", str(root), "--to-step", "40"]) == 0
@@ -268,7 +265,7 @@ def test_what_was_abandoned_here_is_so_in_the_tiers(root: Path) -> None:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(root, capsys):
     assert main(["drain", str(root)]) == 2
     assert "has no tiers" in capsys.readouterr().err
     far, best = root.parent / "far", root.parent / "best"
@@ -296,7 +293,7 @@ def test_the_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "far" in capsys.readouterr().err
 
 
-def tell(root: Path, state: str) -> None:
+def tell(root, state):
     """As a run does of itself."""
     outcome = Outcome(
         state=state, step=1, reason="", exit_code=0, root=str(root), attempt=1, time_seconds=1.0, pid=1, host="h"
@@ -304,12 +301,12 @@ def tell(root: Path, state: str) -> None:
     write_outcome(outcome_path(root), outcome)
 
 
-def test_it_follows_a_run_until_that_is_finished(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_follows_a_run_until_that_is_finished(root, monkeypatch):
     far = root.parent / "far"
     write_tiers(root, [Tier(far)])
-    looks: list[int] = []
+    looks = []
 
-    def wait(seconds: float) -> None:
+    def wait(seconds):
         looks.append(len(steps(far)))
         if len(looks) == 1:
             commit(root, 90)
@@ -323,13 +320,13 @@ def test_it_follows_a_run_until_that_is_finished(root: Path, monkeypatch: pytest
     assert steps(far)[-1] == 90
 
 
-def test_it_waits_for_a_tier_no_longer_than_that_makes_sense(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_waits_for_a_tier_no_longer_than_that_makes_sense(root, monkeypatch):
     """Once the run is finished, and no earlier: until then a tier may well come back."""
     far, clock, waited = root.parent / "far", [0.0], []
     write_tiers(root, [Tier(far)])
     shutil.rmtree(far)
 
-    def wait(seconds: float) -> None:
+    def wait(seconds):
         waited.append(clock[0])
         clock[0] += seconds
         if len(waited) == 20:

@@ -1,9 +1,6 @@
 """An object store as a tier: filled, pruned, and gone on from where the root has lost everything."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,25 +14,25 @@ from ckptman.cli.app import main
 from ckptman.errors import CkptmanError
 from tests.end_to_end.test_tiers import run
 from tests.helpers.checkpoints import commit, flip_byte
-from tests.helpers.object_store import Proxy, bucket_fixture, proxy_fixture
+from tests.helpers.object_store import bucket_fixture, proxy_fixture
 
 __all__ = ["bucket_fixture", "proxy_fixture"]
 pytestmark = pytest.mark.timeout(400)  # each drain is a process that imports what talks to the store
 
 
 @pytest.fixture(autouse=True)
-def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_patience(monkeypatch):
     """What is tried again is tried at once, in this process."""
     monkeypatch.setattr(ObjectBackend, "attempts", 2)
     monkeypatch.setattr(ObjectBackend, "first_seconds", 0.0)
 
 
-def steps_in(url: str) -> list[int]:
+def steps_in(url):
     return [entry.step for entry in ObjectBackend(url).look() if entry.complete]
 
 
 @pytest.mark.slow
-def test_a_root_that_was_emptied_goes_on_from_an_object_store(tmp_path: Path, bucket: str) -> None:
+def test_a_root_that_was_emptied_goes_on_from_an_object_store(tmp_path, bucket):
     root, url = tmp_path / "run", f"s3://{bucket}/runs/a"
     tiers = [ckptman.Tier(url, every=2, retention=ckptman.KeepLast(2))]
     run(str(root), tiers, 80, retention=ckptman.KeepLast(1))
@@ -50,7 +47,7 @@ def test_a_root_that_was_emptied_goes_on_from_an_object_store(tmp_path: Path, bu
 
 
 @pytest.mark.slow
-def test_a_store_that_cannot_be_asked_is_no_reason_to_start_over(tmp_path: Path, bucket: str, proxy: Proxy) -> None:
+def test_a_store_that_cannot_be_asked_is_no_reason_to_start_over(tmp_path, bucket, proxy):
     root, url = tmp_path / "run", f"s3://{bucket}/runs/a"
     run(str(root), [ckptman.Tier(url)], 20)
     proxy.first(2, "503", lambda request: request.lists)
@@ -66,7 +63,7 @@ def test_a_store_that_cannot_be_asked_is_no_reason_to_start_over(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_what_the_root_has_lost_a_part_of_is_fetched_again(tmp_path: Path, bucket: str) -> None:
+def test_what_the_root_has_lost_a_part_of_is_fetched_again(tmp_path, bucket):
     root, url = tmp_path / "run", f"s3://{bucket}/runs/a"
     tiers = [ckptman.Tier(url)]
     run(str(root), tiers, 30)
@@ -80,7 +77,7 @@ def test_what_the_root_has_lost_a_part_of_is_fetched_again(tmp_path: Path, bucke
 
 
 @pytest.mark.slow
-def test_a_store_is_looked_at_before_anything_is_started(tmp_path: Path, bucket: str) -> None:
+def test_a_store_is_looked_at_before_anything_is_started(tmp_path, bucket):
     root, url = tmp_path / "run", f"s3://{bucket}/runs/a"
     tiers = [ckptman.Tier(url)]
     run(str(root), tiers, 20)
@@ -90,7 +87,7 @@ def test_a_store_is_looked_at_before_anything_is_started(tmp_path: Path, bucket:
         assert checkpointer.restore(path=tmp_path / "pretrained") == 20
 
 
-def test_pins_and_rollbacks_hold_in_a_store(tmp_path: Path, bucket: str) -> None:
+def test_pins_and_rollbacks_hold_in_a_store(tmp_path, bucket):
     root, url = tmp_path / "run", f"s3://{bucket}/runs/a"
     tiers = [ckptman.Tier(url, retention=ckptman.KeepLast(1))]
     for step in (10, 20, 30):
@@ -114,7 +111,7 @@ def test_pins_and_rollbacks_hold_in_a_store(tmp_path: Path, bucket: str) -> None
 
 
 @pytest.mark.slow
-def test_what_others_put_below_the_name_of_a_checkpoint_stays(tmp_path: Path, bucket: str) -> None:
+def test_what_others_put_below_the_name_of_a_checkpoint_stays(tmp_path, bucket):
     root, tier = tmp_path / "run", ckptman.Tier(f"s3://{bucket}/runs/a")
     commit(root, 10)
     write_tiers(root, [tier])

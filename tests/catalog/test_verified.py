@@ -1,46 +1,42 @@
 """`verified.json`: it says what was proved of the checkpoint that it lies in, of that one alone, and never too much."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import shutil
 import threading
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptman.catalog.catalog import Catalog, Entry
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
-from ckptman.catalog.verified import VERIFIED, Level, Verified, forget_verified, identify, note_verified
+from ckptman.catalog.verified import VERIFIED, forget_verified, identify, note_verified
 from ckptman.format.manifest import missing_file
-from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.durable_files import DISK
 from ckptman.policies.retention import KeepLast
 from tests.helpers.checkpoints import commit, note_in, steps_of
 from tests.helpers.faulty_disk import Death, FaultyDisk, faults
 
-BOTH: tuple[Level, ...] = ("digests", "coverage")
+BOTH = ("digests", "coverage")
 
 
-def _note(entry: Entry, levels: tuple[Level, ...] = BOTH, now: float = 1000.0, disk: Disk = DISK, **more: Any) -> None:
+def _note(entry, levels=BOTH, now=1000.0, disk=DISK, **more):
     version = more.pop("version", "0.1.0")
     identity = identify(entry.path, entry.require_manifest())
     with mock.patch("time.time", return_value=now), mock.patch("ckptman.catalog.verified.__version__", version):
         note_verified(entry.path, identity, levels=levels, disk=disk, **more)
 
 
-def _read(entry: Entry) -> Verified:
+def _read(entry):
     note = note_in(entry.path)
     assert note is not None
     return note
 
 
-def test_what_was_proved_is_remembered_beside_the_manifest(tmp_path: Path) -> None:
+def test_what_was_proved_is_remembered_beside_the_manifest(tmp_path):
     entry = commit(tmp_path, 100)
     before = (entry.path / "manifest.json").read_bytes()
     assert note_in(entry.path) is None
@@ -54,7 +50,7 @@ def test_what_was_proved_is_remembered_beside_the_manifest(tmp_path: Path) -> No
     assert missing_file(entry.path, entry.require_manifest()) is None
 
 
-def test_what_is_weaker_adds_and_takes_nothing_away(tmp_path: Path) -> None:
+def test_what_is_weaker_adds_and_takes_nothing_away(tmp_path):
     entry = commit(tmp_path, 100)
     _note(entry, world_sizes=[8], version="0.1.0")
     _note(entry, ("coverage",), now=2000.0, plan_world_sizes=[4096], version="0.2.0")
@@ -67,14 +63,14 @@ def test_what_is_weaker_adds_and_takes_nothing_away(tmp_path: Path) -> None:
     assert (note.world_sizes, note.plan_world_sizes) == ((8,), (4096,))
 
 
-def test_what_was_only_planned_is_not_verified(tmp_path: Path) -> None:
+def test_what_was_only_planned_is_not_verified(tmp_path):
     entry = commit(tmp_path, 100)
     _note(entry, ("coverage",), plan_world_sizes=[4096])
     assert not _read(entry).every_byte
     assert not entry.record().verified
 
 
-def test_a_note_from_elsewhere_does_not_count(tmp_path: Path) -> None:
+def test_a_note_from_elsewhere_does_not_count(tmp_path):
     one, other = commit(tmp_path, 100), commit(tmp_path, 200)
     _note(one)
     shutil.copy(one.path / VERIFIED, other.path / VERIFIED)
@@ -83,7 +79,7 @@ def test_a_note_from_elsewhere_does_not_count(tmp_path: Path) -> None:
     assert _read(other).levels == ("coverage",)  # and adds nothing either
 
 
-def test_a_copy_of_the_folder_was_not_verified(tmp_path: Path) -> None:
+def test_a_copy_of_the_folder_was_not_verified(tmp_path):
     entry = commit(tmp_path, 100)
     _note(entry)
     shutil.copytree(entry.path, tmp_path / "copy" / entry.path.name)
@@ -92,7 +88,7 @@ def test_a_copy_of_the_folder_was_not_verified(tmp_path: Path) -> None:
     assert note_in(tmp_path / "elsewhere") is not None
 
 
-def test_a_step_that_is_saved_again_was_not_verified(tmp_path: Path) -> None:
+def test_a_step_that_is_saved_again_was_not_verified(tmp_path):
     entry = commit(tmp_path, 100)
     _note(entry)
     note = (entry.path / VERIFIED).read_bytes()
@@ -118,7 +114,7 @@ def test_a_step_that_is_saved_again_was_not_verified(tmp_path: Path) -> None:
         {"ckptman_version": "9" * 101},
     ],
 )
-def test_a_lie_is_not_believed(change: dict[str, Any], tmp_path: Path) -> None:
+def test_a_lie_is_not_believed(change, tmp_path):
     entry = commit(tmp_path, 100)
     _note(entry)
     raw = json.loads((entry.path / VERIFIED).read_bytes())
@@ -129,7 +125,7 @@ def test_a_lie_is_not_believed(change: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["link", "folder", "pipe", "huge", "deep", "no JSON", "empty"])
-def test_what_is_no_note_is_none(what: str, tmp_path: Path) -> None:
+def test_what_is_no_note_is_none(what, tmp_path):
     entry = commit(tmp_path, 100)
     _note(entry)
     path = entry.path / VERIFIED
@@ -157,7 +153,7 @@ def test_what_is_no_note_is_none(what: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=400) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
-def test_no_bytes_of_a_note_make_anything_fail(data: bytes | str, tmp_path: Path) -> None:
+def test_no_bytes_of_a_note_make_anything_fail(data, tmp_path):
     folder = tmp_path / "step-0000000100"
     entry = Catalog(tmp_path).entry(100) if folder.exists() else commit(tmp_path, 100)
     (folder / VERIFIED).write_bytes(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass"))
@@ -165,7 +161,7 @@ def test_no_bytes_of_a_note_make_anything_fail(data: bytes | str, tmp_path: Path
     assert not entry.record().verified
 
 
-def test_it_is_taken_back(tmp_path: Path) -> None:
+def test_it_is_taken_back(tmp_path):
     entry = commit(tmp_path, 100)
     forget_verified(entry.path, DISK)  # nothing there: no error
     _note(entry)
@@ -173,7 +169,7 @@ def test_it_is_taken_back(tmp_path: Path) -> None:
     assert not (entry.path / VERIFIED).exists()
 
 
-def test_a_crash_leaves_the_old_note_or_the_new_one(tmp_path: Path) -> None:
+def test_a_crash_leaves_the_old_note_or_the_new_one(tmp_path):
     for number, fault in enumerate(faults()):
         entry = commit(tmp_path / str(number), 100)
         _note(entry)
@@ -189,7 +185,7 @@ def test_a_crash_leaves_the_old_note_or_the_new_one(tmp_path: Path) -> None:
     assert number > 5
 
 
-def test_a_disk_that_refuses_leaves_the_old_note_and_no_litter(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_leaves_the_old_note_and_no_litter(tmp_path):
     for number, fault in enumerate(faults(errno.EROFS, ("before",))):
         entry = commit(tmp_path / str(number), 100)
         _note(entry)
@@ -204,7 +200,7 @@ def test_a_disk_that_refuses_leaves_the_old_note_and_no_litter(tmp_path: Path) -
     assert number > 1
 
 
-def test_several_at_once_leave_a_note_that_holds(tmp_path: Path) -> None:
+def test_several_at_once_leave_a_note_that_holds(tmp_path):
     entry = commit(tmp_path, 100)
     identity = identify(entry.path, entry.require_manifest())
     threads = [
@@ -226,7 +222,7 @@ def test_several_at_once_leave_a_note_that_holds(tmp_path: Path) -> None:
     assert [path.name for path in entry.path.iterdir() if path.name.startswith(VERIFIED)] == [VERIFIED]
 
 
-def test_retention_keeps_the_newest_that_was_verified(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_that_was_verified(tmp_path):
     for step in (100, 200, 300, 400):
         commit(tmp_path, step)
     for step in (100, 200):

@@ -1,7 +1,5 @@
 """Who writes to a root: one run at a time, whatever became of the one before it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools
@@ -13,15 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from unittest import mock
 
 import pytest
 
 from ckptman.catalog import writer_lock as owner_module
-from ckptman.catalog.writer_lock import Claim, Owner, claim, is_alive, is_this_process, read_owner, this_process
+from ckptman.catalog.writer_lock import claim, is_alive, is_this_process, read_owner, this_process
 from ckptman.errors import BusyError, RootError
 from ckptman.format.paths import owner_path, run_folder
 from ckptman.io.durable_files import DISK, Disk
@@ -31,27 +28,27 @@ SHORT_SECONDS = 0.1
 T = TypeVar("T")
 
 
-def soon(act: Callable[..., T], *arguments: object) -> T:
+def soon(act, *arguments):
     """What it says of a process of another host after a moment, and not after half a minute."""
     with mock.patch.object(owner_module, "PATIENCE_SECONDS", SHORT_SECONDS):
         return act(*arguments)
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting(monkeypatch):
     """Nobody pulls the plug here."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture
-def dead() -> int:
+def dead():
     """The pid of a process that has ended."""
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as child:
         pass
     return child.pid
 
 
-def leave(root: Path, number: int = 1, **differences: object) -> Owner:
+def leave(root, number=1, **differences):
     """Leave a claim as if another process had made it and never given it back."""
     owner = this_process("run-before", "4711").model_copy(update={"nonce": f"{number:08x}", **differences})
     run_folder(root).mkdir(parents=True, exist_ok=True)
@@ -59,11 +56,11 @@ def leave(root: Path, number: int = 1, **differences: object) -> Owner:
     return owner
 
 
-def marks(root: Path) -> list[str]:
+def marks(root):
     return sorted(path.name for path in run_folder(root).iterdir())
 
 
-def wait_for(what: Callable[[], bool]) -> None:
+def wait_for(what):
     end = time.monotonic() + 30
     while not what():
         assert time.monotonic() < end
@@ -73,7 +70,7 @@ def wait_for(what: Callable[[], bool]) -> None:
 # ---- claiming and giving back ----------------------------------------------------------------------------------------
 
 
-def test_a_root_is_claimed_and_given_back(tmp_path: Path) -> None:
+def test_a_root_is_claimed_and_given_back(tmp_path):
     root = tmp_path / "new" / "root"
     held = claim(root, "run", "4711")
     owner = read_owner(root)
@@ -90,7 +87,7 @@ def test_a_root_is_claimed_and_given_back(tmp_path: Path) -> None:
     assert marks(root) == ["owner-000002.json"], "only the last claim is kept"
 
 
-def test_a_live_owner_is_named(tmp_path: Path) -> None:
+def test_a_live_owner_is_named(tmp_path):
     held = claim(tmp_path, "run", "4711")
     with pytest.raises(BusyError, match=rf"by this very process \(pid {os.getpid()}\)") as caught:
         claim(tmp_path, "other", None)
@@ -99,7 +96,7 @@ def test_a_live_owner_is_named(tmp_path: Path) -> None:
     held.release()
 
 
-def test_tags_are_used_once_and_tell_whose_they_are(tmp_path: Path) -> None:
+def test_tags_are_used_once_and_tell_whose_they_are(tmp_path):
     held = claim(tmp_path, "run", None)
     tags = {held.next_tag() for _ in range(5)}
     assert len(tags) == 5
@@ -107,7 +104,7 @@ def test_tags_are_used_once_and_tell_whose_they_are(tmp_path: Path) -> None:
     held.release()
 
 
-def test_nobody_owns_a_root_that_is_not_there(tmp_path: Path) -> None:
+def test_nobody_owns_a_root_that_is_not_there(tmp_path):
     assert read_owner(tmp_path) is None
     assert read_owner(tmp_path / "nowhere") is None
     assert not is_alive(tmp_path, this_process("run", None))
@@ -116,7 +113,7 @@ def test_nobody_owns_a_root_that_is_not_there(tmp_path: Path) -> None:
 # ---- the same host ---------------------------------------------------------------------------------------------------
 
 
-def test_a_dead_owner_is_taken_over(tmp_path: Path, dead: int) -> None:
+def test_a_dead_owner_is_taken_over(tmp_path, dead):
     before = leave(tmp_path, pid=dead)
     assert not is_alive(tmp_path, before)
     held = claim(tmp_path, "run", None)
@@ -124,19 +121,19 @@ def test_a_dead_owner_is_taken_over(tmp_path: Path, dead: int) -> None:
     held.release()
 
 
-def test_a_pid_that_was_used_again_is_no_owner(tmp_path: Path) -> None:
+def test_a_pid_that_was_used_again_is_no_owner(tmp_path):
     owner = this_process("run", None)
     leave(tmp_path, start_ticks=owner.start_ticks - 1)
     claim(tmp_path, "run", None).release()
 
 
-def test_a_clock_that_was_set_makes_nobody_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_was_set_makes_nobody_dead(tmp_path, monkeypatch):
     owner = leave(tmp_path)
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert is_alive(tmp_path, owner)
 
 
-def test_a_zombie_is_no_owner(tmp_path: Path) -> None:
+def test_a_zombie_is_no_owner(tmp_path):
     script = "import sys; sys.stdin.read()"
     child = subprocess.Popen([sys.executable, "-S", "-c", script], stdin=subprocess.PIPE)
     with child:
@@ -152,13 +149,13 @@ def test_a_zombie_is_no_owner(tmp_path: Path) -> None:
         claim(tmp_path, "run", None).release()
 
 
-def test_a_process_that_this_host_hides_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_this_host_hides_is_watched(tmp_path, monkeypatch):
     """With /proc mounted `hidepid`, other users' processes look as if they were not there."""
     owner = leave(tmp_path)
     monkeypatch.setattr(owner_module, "_state_and_start", lambda pid: None)
     assert not soon(is_alive, tmp_path, owner), "nothing is heard of it"
 
-    def refuse(pid: int, number: int) -> None:
+    def refuse(pid, number):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "kill", refuse)
@@ -170,11 +167,11 @@ def test_a_process_that_this_host_hides_is_watched(tmp_path: Path, monkeypatch: 
 
 
 @contextlib.contextmanager
-def touching(path: Path) -> Iterator[None]:
+def touching(path):
     """Touch a file as its owner on another host does."""
     done = threading.Event()
 
-    def beat() -> None:
+    def beat():
         while not done.wait(0.02):
             os.utime(path)
 
@@ -187,7 +184,7 @@ def touching(path: Path) -> Iterator[None]:
         thread.join()
 
 
-def test_a_live_owner_on_another_host(tmp_path: Path) -> None:
+def test_a_live_owner_on_another_host(tmp_path):
     owner = leave(tmp_path, host="node17", pid=5)
     with touching(owner_path(tmp_path, 1)):
         assert is_alive(tmp_path, owner)
@@ -196,7 +193,7 @@ def test_a_live_owner_on_another_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("difference", [{"host": "node17"}, {"host_key": "another boot"}, {"host_key": ""}])
-def test_a_dead_owner_on_another_host_or_of_another_boot(tmp_path: Path, difference: dict[str, Any]) -> None:
+def test_a_dead_owner_on_another_host_or_of_another_boot(tmp_path, difference):
     """Its pid lives here, which says nothing."""
     owner = leave(tmp_path, **difference)
     begun = time.monotonic()
@@ -207,11 +204,11 @@ def test_a_dead_owner_on_another_host_or_of_another_boot(tmp_path: Path, differe
     held.release()
 
 
-def test_an_owner_on_another_host_that_leaves_while_we_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_on_another_host_that_leaves_while_we_watch(tmp_path, monkeypatch):
     """What it writes last is a touch too, and no reason to refuse the next run."""
     leave(tmp_path, host="node17")
 
-    def release(seconds: float) -> None:
+    def release(seconds):
         with owner_path(tmp_path, 1).open("a") as file:
             file.write("released\n")
 
@@ -219,7 +216,7 @@ def test_an_owner_on_another_host_that_leaves_while_we_watch(tmp_path: Path, mon
     claim(tmp_path, "run", None).release()
 
 
-def test_an_owner_touches_its_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_touches_its_claim(tmp_path, monkeypatch):
     monkeypatch.setattr(owner_module, "BEAT_SECONDS", 0.01)
     held = claim(tmp_path, "run", None)
     path = owner_path(tmp_path, 1)
@@ -242,7 +239,7 @@ def test_an_owner_touches_its_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "rubbish", [b"", b"{", b"null\n", b"[1]\nx\n", b'{"host": 5}\n', b"\xff\xfe\n\n", b"[" * 100_000, b"\n\n\n"]
 )
-def test_a_claim_that_cannot_be_read_is_waited_for_and_then_taken_over(tmp_path: Path, rubbish: bytes) -> None:
+def test_a_claim_that_cannot_be_read_is_waited_for_and_then_taken_over(tmp_path, rubbish):
     run_folder(tmp_path).mkdir()
     owner_path(tmp_path, 3).write_bytes(rubbish)
     assert read_owner(tmp_path) is None
@@ -252,14 +249,14 @@ def test_a_claim_that_cannot_be_read_is_waited_for_and_then_taken_over(tmp_path:
     assert marks(tmp_path) == ["owner-000004.json"]
 
 
-def test_a_claim_that_is_whole_a_moment_later_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_that_is_whole_a_moment_later_is_alive(tmp_path, monkeypatch):
     """Its file is made, and then written: who looks in between must not wait for it to be written once more."""
     leave(tmp_path)
     whole = owner_path(tmp_path, 1).read_bytes()
     owner_path(tmp_path, 1).write_bytes(b"")
     touched_at = owner_module.touched_at
 
-    def write_first(path: Path) -> int | None:
+    def write_first(path):
         if not path.read_bytes():
             path.write_bytes(whole)
         return touched_at(path)
@@ -271,20 +268,20 @@ def test_a_claim_that_is_whole_a_moment_later_is_alive(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("pid", [0, -1, 2**31, 10**30])
-def test_a_pid_that_cannot_be_is_rubbish(tmp_path: Path, pid: int) -> None:
+def test_a_pid_that_cannot_be_is_rubbish(tmp_path, pid):
     leave(tmp_path, pid=pid)
     assert read_owner(tmp_path) is None
     soon(claim, tmp_path, "run", None).release()
 
 
-def test_a_field_of_a_later_version_does_not_make_an_owner_unreadable(tmp_path: Path) -> None:
+def test_a_field_of_a_later_version_does_not_make_an_owner_unreadable(tmp_path):
     owner = leave(tmp_path)
     text = owner_path(tmp_path, 1).read_text()
     owner_path(tmp_path, 1).write_text(text.replace('{"host"', '{"rank": 0, "host"'))
     assert read_owner(tmp_path) == owner
 
 
-def test_a_lost_claim_is_noticed_and_the_winner_left_alone(tmp_path: Path) -> None:
+def test_a_lost_claim_is_noticed_and_the_winner_left_alone(tmp_path):
     held = claim(tmp_path, "run", None)
     winner = leave(tmp_path, 2, host="node17", pid=5)
     with pytest.raises(BusyError, match="host node17, pid 5"):
@@ -296,7 +293,7 @@ def test_a_lost_claim_is_noticed_and_the_winner_left_alone(tmp_path: Path) -> No
         held.check()
 
 
-def test_release_leaves_the_same_number_of_somebody_else_alone(tmp_path: Path) -> None:
+def test_release_leaves_the_same_number_of_somebody_else_alone(tmp_path):
     held = claim(tmp_path, "run", None)
     owner_path(tmp_path, 1).unlink()
     winner = leave(tmp_path, 1, host="node17", nonce="ffffffff")
@@ -306,7 +303,7 @@ def test_release_leaves_the_same_number_of_somebody_else_alone(tmp_path: Path) -
     assert read_owner(tmp_path) == winner
 
 
-def test_a_claim_whose_files_were_removed_is_made_again(tmp_path: Path) -> None:
+def test_a_claim_whose_files_were_removed_is_made_again(tmp_path):
     held = claim(tmp_path, "run", None)
     DISK.remove_tree(run_folder(tmp_path))
     held.check()
@@ -318,7 +315,7 @@ def test_a_claim_whose_files_were_removed_is_made_again(tmp_path: Path) -> None:
     assert not run_folder(tmp_path).exists()
 
 
-def test_a_root_whose_file_system_is_gone_is_not_claimed_on_the_one_below(tmp_path: Path) -> None:
+def test_a_root_whose_file_system_is_gone_is_not_claimed_on_the_one_below(tmp_path):
     """What is saved there would be hidden as soon as it is mounted again."""
     held = claim(tmp_path, "run", None)
     held._device += 1
@@ -330,7 +327,7 @@ def test_a_root_whose_file_system_is_gone_is_not_claimed_on_the_one_below(tmp_pa
     held.release()
 
 
-def test_whoever_looked_too_early_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_looked_too_early_loses(tmp_path, monkeypatch):
     """NFS may show an old listing: a claim of a number that others have passed is taken back."""
     held = claim(tmp_path, "run", None)
     DISK.rename(owner_path(tmp_path, 1), owner_path(tmp_path, 5))
@@ -343,11 +340,11 @@ def test_whoever_looked_too_early_loses(tmp_path: Path, monkeypatch: pytest.Monk
     held.release()
 
 
-def late(newest: Callable[[Path], object]) -> Callable[[Path], object]:
+def late(newest):
     """A look that sees nothing the first time."""
-    calls: list[Path] = []
+    calls = []
 
-    def look(root: Path) -> object:
+    def look(root):
         calls.append(root)
         return None if len(calls) == 1 else newest(root)
 
@@ -355,9 +352,9 @@ def late(newest: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT])
-def test_a_root_that_cannot_be_written(tmp_path: Path, code: int) -> None:
+def test_a_root_that_cannot_be_written(tmp_path, code):
     class Refusing(Disk):
-        def create_file(self, path: Path, data: bytes) -> None:
+        def create_file(self, path, data):
             raise OSError(code, os.strerror(code), str(path))
 
     with pytest.raises(RootError, match=r"cannot be written .*: check permissions, quota and the mount") as caught:
@@ -365,7 +362,7 @@ def test_a_root_that_cannot_be_written(tmp_path: Path, code: int) -> None:
     assert caught.value.errno == code
 
 
-def test_a_root_whose_own_folder_is_a_file(tmp_path: Path) -> None:
+def test_a_root_whose_own_folder_is_a_file(tmp_path):
     run_folder(tmp_path).touch()
     with pytest.raises(RootError):
         claim(tmp_path, "run", None)
@@ -378,9 +375,7 @@ def test_a_root_whose_own_folder_is_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.leaves("ckptman-owner")
 @pytest.mark.parametrize("left", [None, "dead", "released"])
-def test_death_at_any_operation_of_a_claim(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int, left: str | None
-) -> None:
+def test_death_at_any_operation_of_a_claim(tmp_path, monkeypatch, dead, left):
     """The next run gets the root, at the latest when its patience is over."""
     for fault in faults():
         root = tmp_path / f"{fault.at}-{fault.when}"
@@ -402,11 +397,11 @@ def test_death_at_any_operation_of_a_claim(
     assert fault.at >= (3 if left else 2)
 
 
-def late_self(pid: int) -> Owner:
+def late_self(pid):
     return this_process("late", None).model_copy(update={"pid": pid})
 
 
-def test_an_error_at_any_operation_of_a_claim(tmp_path: Path, dead: int) -> None:
+def test_an_error_at_any_operation_of_a_claim(tmp_path, dead):
     """The process lives on, and may try again."""
     for fault in faults(errno.ENOSPC):
         root = tmp_path / f"{fault.at}-{fault.when}"
@@ -426,16 +421,16 @@ def test_an_error_at_any_operation_of_a_claim(tmp_path: Path, dead: int) -> None
 # ---- two at once -----------------------------------------------------------------------------------------------------
 
 
-def test_of_threads_that_claim_at_once_exactly_one_wins(tmp_path: Path, dead: int) -> None:
+def test_of_threads_that_claim_at_once_exactly_one_wins(tmp_path, dead):
     for number in range(40):
         root = tmp_path / str(number)
         if number % 2:
             leave(root, 3, pid=dead)
         start = threading.Barrier(4)
-        won: list[Claim] = []
-        refused: list[BusyError] = []
+        won = []
+        refused = []
 
-        def contend(root: Path, start: threading.Barrier, won: list[Claim], refused: list[BusyError]) -> None:
+        def contend(root, start, won, refused):
             start.wait()
             try:
                 won.append(claim(root, "run", None))
@@ -453,11 +448,11 @@ def test_of_threads_that_claim_at_once_exactly_one_wins(tmp_path: Path, dead: in
         won[0].release()
 
 
-def contend_in_process(root: str, rounds: int, ready: object, results: object) -> None:
+def contend_in_process(root, rounds, ready, results):
     """Claim, hold, give back, until that has been done so many times, noting when it was held."""
     os.fsync = lambda fd: None
-    spans: list[tuple[float, float]] = []
-    ready.wait()  # type: ignore[attr-defined]
+    spans = []
+    ready.wait()
     while len(spans) < rounds:
         try:
             held = claim(Path(root), "run", None)
@@ -468,10 +463,10 @@ def contend_in_process(root: str, rounds: int, ready: object, results: object) -
         held.check()
         spans.append((begun, time.monotonic()))
         held.release()
-    results.put(spans)  # type: ignore[attr-defined]
+    results.put(spans)
 
 
-def test_of_processes_that_claim_again_and_again_never_two_hold_it(tmp_path: Path) -> None:
+def test_of_processes_that_claim_again_and_again_never_two_hold_it(tmp_path):
     context = multiprocessing.get_context("spawn")
     ready, results = context.Barrier(3), context.Queue()
     processes = [context.Process(target=contend_in_process, args=(str(tmp_path), 40, ready, results)) for _ in range(3)]
@@ -486,7 +481,7 @@ def test_of_processes_that_claim_again_and_again_never_two_hold_it(tmp_path: Pat
         assert end <= begin, "two held it at once"
 
 
-def test_a_killed_owner_is_taken_over_at_once(tmp_path: Path) -> None:
+def test_a_killed_owner_is_taken_over_at_once(tmp_path):
     script = (
         "import sys, time; from pathlib import Path; from ckptman.catalog.writer_lock import claim; "
         "held = claim(Path(sys.argv[1]), 'run', '4711'); print('held', flush=True); time.sleep(60)"

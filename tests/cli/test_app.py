@@ -1,7 +1,5 @@
 """What scripts and cron jobs hold on to: verbs, options, exit codes of misuse, and that looking costs no torch."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -97,8 +95,8 @@ for runs in (light, with_tensors):
 """
 
 
-def test_verbs_and_options_are_those_that_users_hold() -> None:
-    verbs = dict(typer.main.get_command(make_app()).commands)  # type: ignore[attr-defined]
+def test_verbs_and_options_are_those_that_users_hold():
+    verbs = dict(typer.main.get_command(make_app()).commands)
     for group in ("chain", "memory", "probe"):
         verbs |= {f"{group} {name}": verb for name, verb in verbs.pop(group).commands.items()}
     found = {
@@ -112,16 +110,14 @@ def test_verbs_and_options_are_those_that_users_hold() -> None:
     assert found == VERBS
 
 
-def test_every_verb_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_explains_itself(capsys):
     for verb in VERBS:
         assert main([*verb.split(), "--help"]) == 0
         assert f"Usage: ckptman {verb}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
-def test_help_fits_the_terminal_and_is_whole(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_fits_the_terminal_and_is_whole(columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     for arguments in ([], *(verb.split() for verb in VERBS), ["chain"], ["memory"]):
         assert main([*arguments, "--help"]) == 0
@@ -130,7 +126,7 @@ def test_help_fits_the_terminal_and_is_whole(
         assert not re.search(r"[a-z]\.\.\.$", told, re.MULTILINE)
 
 
-def test_help_groups_the_verbs_and_imports_none_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_groups_the_verbs_and_imports_none_of_them(capsys):
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
     assert re.findall(r"^(\w+):$", told, re.MULTILINE) == ["Look", "Prove", "Keep", "Move", "Plan", "Run", "Options"]
@@ -152,9 +148,7 @@ COMPLETIONS = [
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 @pytest.mark.parametrize(("typed", "found"), COMPLETIONS)
-def test_a_shell_is_told_what_may_follow(
-    shell: str, typed: str, found: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shell_is_told_what_may_follow(shell, typed, found, capsys, monkeypatch):
     monkeypatch.setenv("_CKPTMAN_COMPLETE", f"complete_{shell}")
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
     monkeypatch.setenv("COLUMNS", "80")
@@ -168,7 +162,7 @@ def test_a_shell_is_told_what_may_follow(
     assert re.findall(r'\(\("([^"]+)"' if shell == "zsh" else r"(?m)^(\S+)", told) == found
 
 
-def test_completion_works_in_bash(tmp_path: Path) -> None:
+def test_completion_works_in_bash(tmp_path):
     command = tmp_path / "ckptman"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m ckptman "$@"\n')
     command.chmod(0o755)
@@ -188,14 +182,14 @@ def test_completion_works_in_bash(tmp_path: Path) -> None:
     assert ran.stdout == "--leftovers\n", ran.stderr
 
 
-def test_a_misspelt_verb_or_option_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_verb_or_option_gets_a_suggestion(capsys):
     assert main(["lst", "."]) == 2
     assert "Did you mean 'list'?" in capsys.readouterr().err
     assert main(["prune", ".", "--keep-lst", "3"]) == 2
     assert "--keep-last" in capsys.readouterr().err
 
 
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_that_of_the_package(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"ckptman {__version__}\n"
 
@@ -214,7 +208,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         ["memory", "wat"],
     ],
 )
-def test_wrong_usage_is_2_and_says_what_is_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_2_and_says_what_is_wrong(arguments, capsys):
     assert main(arguments) == 2
     told = capsys.readouterr()
     assert told.out == ""
@@ -222,7 +216,7 @@ def test_wrong_usage_is_2_and_says_what_is_wrong(arguments: list[str], capsys: p
     assert "Traceback" not in told.err
 
 
-def test_looking_needs_no_torch_and_no_rich(tmp_path: Path) -> None:
+def test_looking_needs_no_torch_and_no_rich(tmp_path):
     commit(tmp_path, 1)
     commit(tmp_path, 2, metrics={"loss": 1.0})
     ran = subprocess.run(
@@ -232,7 +226,7 @@ def test_looking_needs_no_torch_and_no_rich(tmp_path: Path) -> None:
     assert ran.stderr == "[0, 0, 0, 0, 0, 0] []\n[0, 0, 0] ['numpy']\n"
 
 
-def test_the_table_of_the_docs_is_that_of_the_help() -> None:
+def test_the_table_of_the_docs_is_that_of_the_help():
     page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
     assert re.findall(r"(?m)^\| \[`ckptman (\w+)`\]\(#ckptman-\1\) \| (.*) \| [\d, ]+ \|$", page) == [
         (verb, does) for verb, (_, _, does) in _VERBS.items()

@@ -1,7 +1,5 @@
 """`ckptman chain` for chains of this machine, and `chain logs`: what attempts print, from one to the next."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -21,7 +19,7 @@ from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, Spec
 class Scene:
     """A chain whose attempts print into files. What happens while a log is followed is a step between two looks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.log = folder / "out.log"
         (folder / "chain").mkdir()
         own = psutil.Process()
@@ -37,7 +35,7 @@ class Scene:
         )
         self.chain = Chain.create_local(folder / "chain", spec)
 
-    def begin(self, number: int, log: Path | None = None) -> None:
+    def begin(self, number, log=None):
         path = log or self.log
         size = path.stat().st_size if path.exists() else 0
         facts = {
@@ -49,22 +47,22 @@ class Scene:
             "host": "n",
             "begun_seconds": 1.0,
         }
-        self.chain.begin(AttemptRecord(**facts, log=str(path), log_begin=size))  # type: ignore[arg-type]
+        self.chain.begin(AttemptRecord(**facts, log=str(path), log_begin=size))
 
-    def print(self, text: str | bytes) -> None:
+    def print(self, text):
         with self.log.open("ab") as file:
             file.write(text if isinstance(text, bytes) else text.encode())
 
-    def end(self, number: int) -> None:
+    def end(self, number):
         facts = {"root": "", "step": 0, "sequence": 0, "ended_seconds": 2.0, "returncode": 75, "reason": "exit code 75"}
-        self.chain.end(EndRecord(number=number, ending="stopped", **facts))  # type: ignore[arg-type]
+        self.chain.end(EndRecord(number=number, ending="stopped", **facts))
 
-    def finish(self) -> None:
+    def finish(self):
         self.chain.turn("finished", "the run ended", 3.0)
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
+def scene(tmp_path):
     return Scene(tmp_path)
 
 
@@ -72,10 +70,10 @@ Follow = Callable[[Iterator[object]], tuple[int, list[str], str]]
 
 
 @pytest.fixture
-def follow(scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Follow:
+def follow(scene, monkeypatch, capsys):
     """Follow the chain while steps are taken, one whenever the command would sleep."""
 
-    def run(steps: Iterator[object]) -> tuple[int, list[str], str]:
+    def run(steps):
         monkeypatch.setattr(chain_logs.time, "sleep", lambda seconds: next(steps))
         code = main(["chain", "logs", str(scene.chain.folder), "-f"])
         printed = capsys.readouterr()
@@ -86,10 +84,10 @@ def follow(scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 @pytest.mark.leaves("events.jsonl")  # that of a chain which a fixture holds
-def test_follow_goes_from_attempt_to_attempt_in_one_file_and_ends_with_the_chain(scene: Scene, follow: Follow) -> None:
+def test_follow_goes_from_attempt_to_attempt_in_one_file_and_ends_with_the_chain(scene, follow):
     scene.print("of somebody before\n")
 
-    def steps() -> Iterator[object]:
+    def steps():
         yield scene.begin(1)
         yield scene.print("one\ntw")
         yield scene.print("o\n")
@@ -114,8 +112,8 @@ def test_follow_goes_from_attempt_to_attempt_in_one_file_and_ends_with_the_chain
 
 
 @pytest.mark.leaves("events.jsonl")  # that of a chain which a fixture holds
-def test_a_log_may_come_late_be_rotated_be_cut_and_be_removed(scene: Scene, follow: Follow) -> None:
-    def steps() -> Iterator[object]:
+def test_a_log_may_come_late_be_rotated_be_cut_and_be_removed(scene, follow):
+    def steps():
         yield scene.begin(1)
         yield
         yield scene.print("first\nof the old")
@@ -134,7 +132,7 @@ def test_a_log_may_come_late_be_rotated_be_cut_and_be_removed(scene: Scene, foll
     assert error == f"{scene.log} is not there yet\n"
 
 
-def test_what_a_terminal_would_obey_is_shown(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_terminal_would_obey_is_shown(scene, capsys):
     scene.begin(1)
     scene.print(b"\x1b[31mred\x1b[0m\tx\n 10%\r 90%\r\n\xff\x00\x1b]0;title\x07\n" + b"y" * 200_000)
     assert main(["chain", "logs", str(scene.chain.folder)]) == 0
@@ -143,7 +141,7 @@ def test_what_a_terminal_would_obey_is_shown(scene: Scene, capsys: pytest.Captur
     assert sum(map(len, told[4:])) == 200_000
 
 
-def test_without_follow_the_last_lines_of_one_attempt(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_follow_the_last_lines_of_one_attempt(scene, capsys):
     for number in (1, 2):
         scene.begin(number)
         scene.print("".join(f"{number}-{line}\n" for line in range(20_000)))
@@ -160,10 +158,8 @@ def test_without_follow_the_last_lines_of_one_attempt(scene: Scene, capsys: pyte
     assert "has no attempt 3: it has 2 attempts" in capsys.readouterr().err
 
 
-def test_no_file_no_process_and_ctrl_c_are_told_in_a_line(
-    scene: Scene, follow: Follow, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted() -> Iterator[object]:
+def test_no_file_no_process_and_ctrl_c_are_told_in_a_line(scene, follow, capsys, monkeypatch):
+    def interrupted():
         raise KeyboardInterrupt
         yield
 
@@ -183,9 +179,7 @@ def test_no_file_no_process_and_ctrl_c_are_told_in_a_line(
     assert f"process {gone.pid}, which ran it, is gone" in capsys.readouterr().out
 
 
-def test_a_chain_of_this_machine_is_shown_and_not_for_slurm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_chain_of_this_machine_is_shown_and_not_for_slurm(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     program = (
         "import os, sys; n = os.environ['CKPTMAN_ATTEMPT']; print('attempt', n, flush=True); sys.exit(75 * (n == '1'))"

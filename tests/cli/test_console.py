@@ -1,7 +1,5 @@
 """Tables on terminals of any width, and where there is none."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptman.cli import console
@@ -13,19 +11,19 @@ ROWS = [
 ]
 
 
-def lines(monkeypatch: pytest.MonkeyPatch, columns: int | None, **options: object) -> list[str]:
+def lines(monkeypatch, columns, **options):
     monkeypatch.setattr(console, "terminal_width", lambda: columns)
-    return console.table(HEADERS, ROWS, right="step size", **options)  # type: ignore[arg-type]
+    return console.table(HEADERS, ROWS, right="step size", **options)
 
 
-def test_elsewhere_than_on_a_terminal_a_table_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_than_on_a_terminal_a_table_stays_whole(monkeypatch):
     told = lines(monkeypatch, None, drop=("size",))
     assert len(told) == 3
     assert told[2].endswith(ROWS[1][3])
     assert told[0].split() == list(HEADERS)
 
 
-def test_the_last_column_is_folded_below_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_column_is_folded_below_itself(monkeypatch):
     told = lines(monkeypatch, 100)
     start = told[0].index("state")
     assert [line[:start].strip() for line in told[3:]] == [""]
@@ -34,9 +32,7 @@ def test_the_last_column_is_folded_below_itself(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("columns", [40, 50, 60, 80, 100])
 @pytest.mark.parametrize("drop", [(), ("size",), ("size", "root")])
-def test_no_line_is_longer_than_the_terminal_and_no_cell_is_cut(
-    columns: int, drop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_line_is_longer_than_the_terminal_and_no_cell_is_cut(columns, drop, monkeypatch):
     told = lines(monkeypatch, columns, drop=drop, indent=2)
     assert max(map(len, told)) <= max(columns, 2 + len(ROWS[0][1]))
     whole = " ".join(" ".join(told).split())
@@ -47,7 +43,7 @@ def test_no_line_is_longer_than_the_terminal_and_no_cell_is_cut(
         assert left_out or all(cell in whole for cell in cells)
 
 
-def test_colours_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_take_no_room(monkeypatch):
     monkeypatch.setattr(console, "terminal_width", lambda: 40)
     painted = "\x1b[31m\x1b[1mbad\x1b[0m"
     told = console.table(("a", "b", "c"), [(painted, "x", painted), ("longer", "y", "good")])
@@ -55,5 +51,5 @@ def test_colours_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told[2] == "longer  y  good"
 
 
-def test_no_rows_and_no_headers_are_no_lines() -> None:
+def test_no_rows_and_no_headers_are_no_lines():
     assert console.table((), []) == []

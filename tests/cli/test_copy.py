@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -16,7 +14,6 @@ from ckptman.cli import progress
 from ckptman.cli.app import main
 from ckptman.cli.progress import left_text
 from ckptman.forecast.transfer_time import Remaining
-from ckptman.format.manifest import Manifest
 from ckptman.transfer.progress import Meter
 from tests.helpers.checkpoints import commit, flip_byte, steps_of
 
@@ -24,7 +21,7 @@ Told = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch):
     """Steps 100, 200 and 300; the newest is 200. Seen from the folder that holds the root."""
     for step in (100, 300, 200):
         commit(tmp_path / "run", step)
@@ -32,11 +29,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
-def steps(path: str) -> list[int]:
+def steps(path):
     return sorted(steps_of(Catalog(path).complete()))
 
 
-def test_the_newest_is_copied_unless_another_is_named(root: Path, capsys: Told) -> None:
+def test_the_newest_is_copied_unless_another_is_named(root, capsys):
     assert main(["copy", "run", "backup"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "step 200: copied, 587 B in 7 files; every byte read back",
@@ -48,7 +45,7 @@ def test_the_newest_is_copied_unless_another_is_named(root: Path, capsys: Told) 
     assert [entry.step for entry in Catalog("backup").scan()] == [100, 300, 200]
 
 
-def test_what_is_there_is_told_and_not_copied_again(root: Path, capsys: Told) -> None:
+def test_what_is_there_is_told_and_not_copied_again(root, capsys):
     assert main(["copy", "run", "backup"]) == 0
     capsys.readouterr()
     assert main(["copy", "run", "backup"]) == 0
@@ -63,7 +60,7 @@ def test_what_is_there_is_told_and_not_copied_again(root: Path, capsys: Told) ->
     )
 
 
-def test_of_all_those_that_cannot_be_copied_are_told_at_the_end(root: Path, capsys: Told) -> None:
+def test_of_all_those_that_cannot_be_copied_are_told_at_the_end(root, capsys):
     (root / "step-0000000100" / "index.json").unlink()
     flip_byte(root / "step-0000000300" / "__0_0.distcp")
     (root / "step-0000000050").mkdir()
@@ -81,10 +78,10 @@ def test_of_all_those_that_cannot_be_copied_are_told_at_the_end(root: Path, caps
     assert [each["step"] for each in found["failed"]] == [100, 300]
 
 
-def test_what_the_run_prunes_meanwhile_is_no_failure(root: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_run_prunes_meanwhile_is_no_failure(root, capsys, monkeypatch):
     make = copysource.FolderOriginal.__init__
 
-    def pruned(self: copysource.FolderOriginal, folder: Path, manifest: Manifest) -> None:
+    def pruned(self, folder, manifest):
         if manifest.step == 300:
             shutil.rmtree(folder)
         make(self, folder, manifest)
@@ -95,12 +92,10 @@ def test_what_the_run_prunes_meanwhile_is_no_failure(root: Path, capsys: Told, m
     assert steps("backup") == [100, 200]
 
 
-def test_a_newest_that_is_pruned_meanwhile_gives_way_to_the_next(
-    root: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newest_that_is_pruned_meanwhile_gives_way_to_the_next(root, capsys, monkeypatch):
     make = copysource.FolderOriginal.__init__
 
-    def pruned(self: copysource.FolderOriginal, folder: Path, manifest: Manifest) -> None:
+    def pruned(self, folder, manifest):
         if manifest.step == 200:
             commit(root, 400)
             shutil.rmtree(folder)
@@ -113,12 +108,10 @@ def test_a_newest_that_is_pruned_meanwhile_gives_way_to_the_next(
     assert main(["copy", "run", "backup", "--step", "200"]) == 3
 
 
-def test_what_was_copied_before_a_destination_failed_is_told(
-    root: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_copied_before_a_destination_failed_is_told(root, capsys, monkeypatch):
     publish = LocalBackend.publish
 
-    def fail(self: LocalBackend, source: Path, name: str, *arguments: str, **options: bool) -> Path:
+    def fail(self, source, name, *arguments, **options):
         if name == "step-0000000300":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return publish(self, source, name, *arguments, **options)
@@ -131,14 +124,14 @@ def test_what_was_copied_before_a_destination_failed_is_told(
     assert steps("backup") == [100]
 
 
-def test_a_newest_that_was_never_finished_is_passed_over_and_told(root: Path, capsys: Told) -> None:
+def test_a_newest_that_was_never_finished_is_passed_over_and_told(root, capsys):
     (root / "step-0000000400").mkdir()
     assert main(["copy", "run", "backup"]) == 0
     assert capsys.readouterr().out.startswith("step 400: not copied: it does not count: it has no manifest.json\n")
     assert steps("backup") == [200]
 
 
-def test_a_newest_that_is_damaged_is_missed_and_the_one_before_is_copied(root: Path, capsys: Told) -> None:
+def test_a_newest_that_is_damaged_is_missed_and_the_one_before_is_copied(root, capsys):
     commit(root, 400)
     (root / "step-0000000400" / "__0_0.distcp").unlink()
     assert main(["copy", "run", "backup"]) == 4
@@ -148,7 +141,7 @@ def test_a_newest_that_is_damaged_is_missed_and_the_one_before_is_copied(root: P
     assert main(["copy", "run/step-0000000400", "backup"]) == 4
 
 
-def test_one_that_a_rollback_left_behind_is_copied_only_by_name(root: Path) -> None:
+def test_one_that_a_rollback_left_behind_is_copied_only_by_name(root):
     assert main(["rollback", "run", "--to-step", "100"]) == 0
     assert main(["copy", "run", "backup", "--all"]) == 0
     assert steps("backup") == [100]
@@ -156,7 +149,7 @@ def test_one_that_a_rollback_left_behind_is_copied_only_by_name(root: Path) -> N
     assert sorted(steps_of(Catalog("backup").look(abandoned=True))) == [100, 300]
 
 
-def test_a_newer_format_is_not_gone_back_behind(root: Path, capsys: Told) -> None:
+def test_a_newer_format_is_not_gone_back_behind(root, capsys):
     newer = root / "step-0000000500"
     newer.mkdir()
     (newer / "manifest.json").write_text('{"format_version": 99}')
@@ -186,9 +179,7 @@ def test_a_newer_format_is_not_gone_back_behind(root: Path, capsys: Told) -> Non
         (["run", "nosuch://bucket/x"], 2, "nosuch://bucket/x"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_remedy(
-    arguments: list[str], code: int, message: str, root: Path, capsys: Told
-) -> None:
+def test_what_cannot_be_is_refused_with_a_remedy(arguments, code, message, root, capsys):
     Path("empty").mkdir()
     Path("a-file").touch()
     assert main(["copy", *arguments]) == code
@@ -197,7 +188,7 @@ def test_what_cannot_be_is_refused_with_a_remedy(
     assert not Path("backup").exists()
 
 
-def test_what_plain_dcp_wrote_is_copied_and_what_that_means_is_said(root: Path, capsys: Told) -> None:
+def test_what_plain_dcp_wrote_is_copied_and_what_that_means_is_said(root, capsys):
     Path("plain").mkdir()
     for name in (".metadata", "__0_0.distcp"):
         Path("plain", name).write_bytes(b"bytes" * 1000)
@@ -211,9 +202,7 @@ def test_what_plain_dcp_wrote_is_copied_and_what_that_means_is_said(root: Path, 
     assert main(["copy", "plain", "s3://bucket/x"]) == 2
 
 
-def test_a_destination_that_keeps_all_in_memory_is_told(
-    root: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_destination_that_keeps_all_in_memory_is_told(root, capsys, monkeypatch):
     monkeypatch.setattr("ckptman.catalog.backends.local_draft.drop_all", lambda *_: True)
     assert main(["copy", "run", "backup"]) == 0
     assert "  not proved: that it is on storage, for this file system keeps" in capsys.readouterr().out
@@ -228,14 +217,14 @@ def test_a_destination_that_keeps_all_in_memory_is_told(
         (Remaining(24.0, 8.0), "32 s left: 24 s of bytes, 8 s of files"),
     ],
 )
-def test_the_time_that_is_left_is_told_with_what_it_is_made_of(left: Remaining | None, told: str) -> None:
+def test_the_time_that_is_left_is_told_with_what_it_is_made_of(left, told):
     assert left_text(left) == told
 
 
-def test_a_terminal_gets_a_bar_for_each_phase(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told) -> None:
-    seen: list[str] = []
+def test_a_terminal_gets_a_bar_for_each_phase(root, monkeypatch, capsys):
+    seen = []
 
-    def left(remaining: Remaining | None) -> str:
+    def left(remaining):
         seen.append(left_text(remaining))
         return seen[-1]
 
@@ -253,7 +242,7 @@ def test_a_terminal_gets_a_bar_for_each_phase(root: Path, monkeypatch: pytest.Mo
     assert "\x1b 7" not in capsys.readouterr().err
 
 
-def test_where_a_root_holds_checkpoints_of_others_one_is_named(root: Path, capsys: Told) -> None:
+def test_where_a_root_holds_checkpoints_of_others_one_is_named(root, capsys):
     for name in ("step-500", "step-1000"):
         Path("titan", name).mkdir(parents=True)
         Path("titan", name, ".metadata").touch()

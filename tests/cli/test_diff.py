@@ -1,7 +1,5 @@
 """`ckptman diff`: what differs is found and measured, however both were saved; what is damaged is not compared."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -10,7 +8,6 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +31,24 @@ State = dict[str, Any]
 DATA = "__0_0.distcp"
 
 
-def save(path: Path, state: State, writer: str = "ckptman.save") -> Path:
+def save(path, state, writer="ckptman.save"):
     save_as(state, path, writer)
     return path
 
 
-def pair(folder: Path, before: State, after: State) -> tuple[Path, Path]:
+def pair(folder, before, after):
     return save(folder / "a", before), save(folder / "b", after)
 
 
 class Diff:
     """Runs the command; `told` is what it printed, `data` the same as JSON."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, capsys):
         self._capsys = capsys
         self.told = self.error = ""
-        self.data: dict[str, Any] = {}
+        self.data = {}
 
-    def __call__(self, *arguments: str | Path) -> int:
+    def __call__(self, *arguments):
         words = ["diff", *map(str, arguments)]
         code = main([*words, "--json"])
         printed = self._capsys.readouterr()
@@ -62,19 +59,19 @@ class Diff:
         assert "\x1b" not in self.told + self.error
         return code
 
-    def kinds(self, what: str = "tensors") -> dict[str, str]:
+    def kinds(self, what="tensors"):
         return {each["name"]: each["kind"] for each in self.data[what]}
 
-    def __getitem__(self, name: str) -> dict[str, Any]:
+    def __getitem__(self, name):
         return next(each for what in ("tensors", "values") for each in self.data[what] if each["name"] == name)
 
 
 @pytest.fixture
-def diff(capsys: pytest.CaptureFixture[str]) -> Diff:
+def diff(capsys):
     return Diff(capsys)
 
 
-def tensors() -> State:
+def tensors():
     generator = torch.Generator().manual_seed(0)
     return {
         "model": {name: torch.randn(size, 3, generator=generator) for name, size in (("large", 90_000), ("small", 5))},
@@ -83,7 +80,7 @@ def tensors() -> State:
     }
 
 
-def test_the_same_is_0_and_something_else_is_1(tmp_path: Path, diff: Diff) -> None:
+def test_the_same_is_0_and_something_else_is_1(tmp_path, diff):
     before, after = tensors(), tensors()
     after["model"]["large"] = before["model"]["large"].clone()
     after["model"]["large"][70_000] += 0.5
@@ -105,7 +102,7 @@ def test_the_same_is_0_and_something_else_is_1(tmp_path: Path, diff: Diff) -> No
     assert "3 of 270,000" in diff.told
 
 
-def test_added_removed_reshaped_and_retyped(tmp_path: Path, diff: Diff) -> None:
+def test_added_removed_reshaped_and_retyped(tmp_path, diff):
     before = {"x": {"gone": torch.ones(2), "wide": torch.ones(2, 6), "exact": torch.tensor([1.0, 1.0 + 2**-20])}}
     after = {"x": {"new": torch.ones(3), "wide": torch.ones(3, 4), "exact": before["x"]["exact"].bfloat16()}}
     assert diff(*pair(tmp_path, before, after)) == 1
@@ -120,7 +117,7 @@ def test_added_removed_reshaped_and_retyped(tmp_path: Path, diff: Diff) -> None:
     assert "float32 -> bfloat16" in diff.told
 
 
-def test_plain_values_side_by_side(tmp_path: Path, diff: Diff) -> None:
+def test_plain_values_side_by_side(tmp_path, diff):
     same = {"nan": math.nan, "array": np.arange(3), "deep": [{"x": 1}, {"y": (1, [2, b"3"])}], "none": None}
     before = {**same, "lr": 0.1, "n": 1, "kind": 1, "zero": 0.0, "list": [1, 2], "gone": "x", "text": "a" * 500 + "b"}
     after = {**same, "lr": 0.05, "n": 2, "kind": True, "zero": -0.0, "list": [1, 3], "new": "y", "text": "a" * 500}
@@ -140,13 +137,13 @@ def test_plain_values_side_by_side(tmp_path: Path, diff: Diff) -> None:
     assert row.endswith("aab'  ...aaaaaaaaaaaa'"), "it is shown where it differs"
 
 
-def test_a_tensor_that_became_a_value(tmp_path: Path, diff: Diff) -> None:
+def test_a_tensor_that_became_a_value(tmp_path, diff):
     assert diff(*pair(tmp_path, {"o": {"lr": torch.tensor(0.1)}}, {"o": {"lr": 0.1}})) == 1
     assert diff.kinds() == {"o.lr": "removed"}
     assert diff.kinds("values") == {"o.lr": "added"}
 
 
-def test_nans_are_told(tmp_path: Path, diff: Diff) -> None:
+def test_nans_are_told(tmp_path, diff):
     before, after = torch.ones(40, 4), torch.ones(40, 4)
     before[0, 0] = math.nan
     after[3], after[5, 1] = math.nan, math.inf
@@ -161,7 +158,7 @@ KNOWN = [each for each in DTYPES if name_of(each) not in QUANTIZED and not re.fu
 """What can be saved: torch has no storage for integers of less than eight bits. Packed, they are uint8 or bits4x2."""
 
 
-def test_every_dtype(tmp_path: Path, diff: Diff) -> None:
+def test_every_dtype(tmp_path, diff):
     """Of each two tensors: one that stays, and one in which an element changes."""
     before, after = ({f"{name_of(d)}.{n}": noise(d, 33, 7) for d in KNOWN for n in (0, 1)} for _ in range(2))
     for name, tensor in after.items():
@@ -177,11 +174,11 @@ def test_every_dtype(tmp_path: Path, diff: Diff) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:.*[Qq]uantiz")
-def test_quantized_tensors_by_the_numbers_they_stand_for(tmp_path: Path, diff: Diff) -> None:
+def test_quantized_tensors_by_the_numbers_they_stand_for(tmp_path, diff):
     values = torch.linspace(-3, 3, 12).reshape(3, 4)
     scales, zeros = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64), torch.tensor([1, 2, 3])
 
-    def state(shift: float) -> State:
+    def state(shift):
         return {
             "q": torch.quantize_per_tensor(values + shift, 0.125, 3, torch.quint8),
             "channels": torch.quantize_per_channel(values + shift, scales, zeros, 0, torch.qint8),
@@ -195,7 +192,7 @@ def test_quantized_tensors_by_the_numbers_they_stand_for(tmp_path: Path, diff: D
     assert diff(a, save(tmp_path / "c", state(0) | {"longer": "so that it lies elsewhere" * 9}), "--only", "q") == 0
 
 
-def test_no_elements_and_no_dimensions(tmp_path: Path, diff: Diff) -> None:
+def test_no_elements_and_no_dimensions(tmp_path, diff):
     state = {"zero": torch.empty(0), "inside": torch.empty(3, 0, 2), "scalar": torch.tensor(1.5), "one": torch.ones(1)}
     a, b = pair(tmp_path, state, state | {"scalar": torch.tensor(2.5), "zero": torch.empty(0, 4)})
     assert diff(a, b, "--read") == 1
@@ -207,7 +204,7 @@ def test_no_elements_and_no_dimensions(tmp_path: Path, diff: Diff) -> None:
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
-def whole(changed: bool) -> State:
+def whole(changed):
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(1003, 700, generator=generator)
     columns = torch.randn(130, 501, generator=generator).bfloat16()
@@ -217,7 +214,7 @@ def whole(changed: bool) -> State:
     return {"w": {"rows": rows, "columns": columns, "whole": torch.randn(17, generator=generator)}, "n": 1}
 
 
-def save_sharded(path: str, changed: bool) -> None:
+def save_sharded(path, changed):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = whole(changed)
     state["w"]["rows"] = distribute_tensor(state["w"]["rows"], mesh, [Shard(0)])
@@ -226,7 +223,7 @@ def save_sharded(path: str, changed: bool) -> None:
 
 
 @pytest.mark.slow
-def test_saved_by_one_rank_and_by_four(tmp_path: Path, diff: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_by_one_rank_and_by_four(tmp_path, diff, monkeypatch):
     run_ranks(4, save_sharded, str(tmp_path / "same-4"), False)
     run_ranks(4, save_sharded, str(tmp_path / "other-4"), True)
     one = save(tmp_path / "same-1", whole(False))
@@ -252,7 +249,7 @@ def test_saved_by_one_rank_and_by_four(tmp_path: Path, diff: Diff, monkeypatch: 
 
 @pytest.mark.parametrize("shape", [(), (7,), (1, 50), (3, 4, 5), (2, 1, 9, 3), (100, 1), (0, 3), (5, 0)])
 @pytest.mark.parametrize("limit", [1, 2, 5, 13, 60, 1000])
-def test_boxes_fill_a_tensor_exactly(shape: tuple[int, ...], limit: int) -> None:
+def test_boxes_fill_a_tensor_exactly(shape, limit):
     found = torch.zeros(shape, dtype=torch.int64)
     for offsets, sizes in boxes(shape, limit):
         assert 0 < math.prod(sizes) <= limit
@@ -263,7 +260,7 @@ def test_boxes_fill_a_tensor_exactly(shape: tuple[int, ...], limit: int) -> None
     assert bool((found == 1).all())
 
 
-def test_what_shares_a_block_with_something_else_is_the_same_without_being_read(tmp_path: Path, diff: Diff) -> None:
+def test_what_shares_a_block_with_something_else_is_the_same_without_being_read(tmp_path, diff):
     before = {"a": torch.ones(300_000), "b": torch.ones(300_001), "c": torch.ones(300_002)}
     after = before | {"b": torch.zeros(300_001)}
     assert diff(*pair(tmp_path, before, after)) == 1
@@ -301,7 +298,7 @@ print(peak_mib() - before)
 
 
 @pytest.mark.slow
-def test_memory_is_bounded_whatever_the_tensor(tmp_path: Path) -> None:
+def test_memory_is_bounded_whatever_the_tensor(tmp_path):
     small = pair(tmp_path / "small", {"w": torch.ones(9)}, {"w": torch.zeros(9)})
     wide = torch.ones(1, 32 * 2**20), torch.ones(1, 32 * 2**20)
     wide[1][0, -1] = 2
@@ -324,7 +321,7 @@ def test_memory_is_bounded_whatever_the_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writers", [(a, b) for a in WRITERS for b in WRITERS], ids=" and ".join)
-def test_whoever_wrote_them(tmp_path: Path, diff: Diff, writers: tuple[str, str]) -> None:
+def test_whoever_wrote_them(tmp_path, diff, writers):
     before, after = tensors(), tensors()
     after["model"]["small"][2, 1] += 4
     after["optimizer"]["lr"] = 0.2
@@ -343,7 +340,7 @@ def test_whoever_wrote_them(tmp_path: Path, diff: Diff, writers: tuple[str, str]
 class Own:
     """A class that no reader of a checkpoint knows."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         self.number = number
 
 
@@ -352,8 +349,8 @@ class Marked(torch.Tensor):
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_only_its_own_program_can_load_is_compared_as_bytes(tmp_path: Path, diff: Diff, writer: str) -> None:
-    def state(number: int) -> State:
+def test_what_only_its_own_program_can_load_is_compared_as_bytes(tmp_path, diff, writer):
+    def state(number):
         values = {} if writer == "ckptman.save" else {"own": Own(number)}
         return {"t": torch.full((5,), float(number)).as_subclass(Marked), "w": torch.ones(3), **values}
 
@@ -368,7 +365,7 @@ def test_what_only_its_own_program_can_load_is_compared_as_bytes(tmp_path: Path,
         assert diff["own"]["a"] == "<it holds a tests.cli.test_diff.Own, which is not loaded>"
 
 
-def test_one_that_cannot_be_loaded_leaves_its_neighbours_alone(tmp_path: Path, diff: Diff) -> None:
+def test_one_that_cannot_be_loaded_leaves_its_neighbours_alone(tmp_path, diff):
     state = {"t": noise(torch.float32, 70_000), "u": noise(torch.float32, 70_000, 2), "v": noise(torch.int16, 9)}
     a, b = pair(tmp_path, state, state | {"t": state["t"].clone().as_subclass(Marked)})
     for order in ((a, b), (b, a)):
@@ -377,14 +374,14 @@ def test_one_that_cannot_be_loaded_leaves_its_neighbours_alone(tmp_path: Path, d
 
 
 class Harmful:
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self.mark = mark
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return Path.touch, (self.mark,)
 
 
-def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, diff: Diff) -> None:
+def test_no_code_of_a_checkpoint_is_run(tmp_path, diff):
     mark = tmp_path / "mark"
     a = save(tmp_path / "a", {"w": torch.ones(3), "x": 1}, "dcp")
     b = save(tmp_path / "b", {"w": torch.ones(3), "x": Harmful(mark)}, "dcp")
@@ -400,39 +397,39 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, diff: Diff) -> None:
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 
-def flip(path: Path, tensor: torch.Tensor) -> None:
+def flip(path, tensor):
     data = bytearray(path.read_bytes())
     at = data.index(bits(tensor).numpy().tobytes())
     data[at + 1] ^= 1
     path.write_bytes(data)
 
 
-def damage_data(path: Path) -> str:
+def damage_data(path):
     flip(path / DATA, tensors()["model"]["large"])
     return DATA
 
 
-def damage_index(path: Path) -> str:
+def damage_index(path):
     (path / "index.json").write_bytes((path / "index.json").read_bytes().replace(b"float32", b"float16"))
     return "index.json"
 
 
-def cut(name: str) -> Callable[[Path], str]:
-    def damage(path: Path) -> str:
+def cut(name):
+    def damage(path):
         (path / name).write_bytes((path / name).read_bytes()[:-1])
         return name
 
     return damage
 
 
-def damage_blocks(path: Path) -> str:
+def damage_blocks(path):
     data = bytearray((path / "blocks-00000.bin").read_bytes())
     data[3] ^= 1
     (path / "blocks-00000.bin").write_bytes(data)
     return "blocks-00000.bin"
 
 
-def lose(path: Path) -> str:
+def lose(path):
     (path / DATA).unlink()
     return DATA
 
@@ -442,9 +439,7 @@ DAMAGES = [damage_data, damage_index, damage_blocks, lose, *map(cut, (DATA, "chu
 
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_4_and_names_the_file(
-    tmp_path: Path, diff: Diff, damage: Callable[[Path], str], side: int
-) -> None:
+def test_a_damaged_one_is_4_and_names_the_file(tmp_path, diff, damage, side):
     after = tensors()
     after["model"]["large"] += 1
     paths = [save(tmp_path / step_folder(1), tensors()), save(tmp_path / step_folder(2), tensors())]
@@ -459,7 +454,7 @@ def test_a_damaged_one_is_4_and_names_the_file(
     assert code == 4
 
 
-def test_a_foreign_one_that_is_cut_short(tmp_path: Path, diff: Diff) -> None:
+def test_a_foreign_one_that_is_cut_short(tmp_path, diff):
     a, b = save(tmp_path / "a", tensors(), "dcp"), save(tmp_path / "b", tensors(), "dcp")
     (b / DATA).write_bytes((b / DATA).read_bytes()[:50_000])
     assert diff(a, b) == 4
@@ -468,7 +463,7 @@ def test_a_foreign_one_that_is_cut_short(tmp_path: Path, diff: Diff) -> None:
     assert diff(a, b) == 4
 
 
-def test_bytes_that_changed_on_disk_are_seen_where_they_are_read(tmp_path: Path, diff: Diff) -> None:
+def test_bytes_that_changed_on_disk_are_seen_where_they_are_read(tmp_path, diff):
     a, b = pair(tmp_path, tensors(), tensors())
     damage_data(b)
     assert diff(a, b) == 0, "the digests are those of what was saved"
@@ -480,7 +475,7 @@ def test_bytes_that_changed_on_disk_are_seen_where_they_are_read(tmp_path: Path,
 # ---- choosing and showing --------------------------------------------------------------------------------------------
 
 
-def test_two_steps_of_a_root(tmp_path: Path, diff: Diff) -> None:
+def test_two_steps_of_a_root(tmp_path, diff):
     for step in (10, 20, 30):
         save(tmp_path / "run" / step_folder(step), {"w": torch.full((3,), float(step)), "n": step})
     root = tmp_path / "run"
@@ -496,7 +491,7 @@ def test_two_steps_of_a_root(tmp_path: Path, diff: Diff) -> None:
         assert f"A: step {steps[0]}, " in diff.told
 
 
-def test_wrong_usage(tmp_path: Path, diff: Diff) -> None:
+def test_wrong_usage(tmp_path, diff):
     root = tmp_path / "run"
     one = save(root / step_folder(10), {"w": torch.ones(1)})
     foreign = save(tmp_path / "dcp", {"w": torch.ones(1)}, "dcp")
@@ -517,9 +512,7 @@ def test_wrong_usage(tmp_path: Path, diff: Diff) -> None:
         assert text in diff.error
 
 
-def test_what_cannot_be_read_is_10_and_every_place_knows_every_code(
-    tmp_path: Path, diff: Diff, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_read_is_10_and_every_place_knows_every_code(tmp_path, diff, capsys):
     good, file = save(tmp_path / "a", {"x": torch.ones(3)}), tmp_path / "file"
     file.touch()
     assert diff(good, file) == 10
@@ -536,7 +529,7 @@ def test_what_cannot_be_read_is_10_and_every_place_knows_every_code(
     assert sorted(re.findall(r"(\d+):", capsys.readouterr().out), key=int) == codes
 
 
-def test_only_some_names(tmp_path: Path, diff: Diff) -> None:
+def test_only_some_names(tmp_path, diff):
     state = {"m": {f"{n}.{kind}": torch.ones(2) * n for n in range(3) for kind in ("weight", "bias")}, "lr": 1.0}
     other = {"m": {name: each + 1 for name, each in state["m"].items()}, "lr": 2.0}
     a, b = pair(tmp_path, state, other)
@@ -548,7 +541,7 @@ def test_only_some_names(tmp_path: Path, diff: Diff) -> None:
     assert diff.kinds("values") == {"lr": "changed"}
 
 
-def test_the_largest_come_first_and_the_rest_is_counted(tmp_path: Path, diff: Diff) -> None:
+def test_the_largest_come_first_and_the_rest_is_counted(tmp_path, diff):
     before = {f"w{n:02}": torch.ones(4) for n in range(30)} | {"v": {str(n): n for n in range(30)}}
     after = {f"w{n:02}": torch.ones(4) * (1 + n) for n in range(30)} | {"v": {str(n): n + 1 for n in range(30)}}
     a, b = pair(tmp_path, before, after)
@@ -562,7 +555,7 @@ def test_the_largest_come_first_and_the_rest_is_counted(tmp_path: Path, diff: Di
     assert "more:" not in diff.told
 
 
-def test_a_terminal_is_told_nothing_that_it_would_obey(tmp_path: Path, diff: Diff) -> None:
+def test_a_terminal_is_told_nothing_that_it_would_obey(tmp_path, diff):
     name = "evil\x1b[2J\u202ename"
     before = {name: torch.ones(2), "values": {name: "\x1b]0;title\x07", "b": b"\x1b"}}
     after = {name: torch.zeros(2), "values": {name: "\x1b[31m", "b": b"\x1b\x1b"}}
@@ -575,7 +568,7 @@ def test_a_terminal_is_told_nothing_that_it_would_obey(tmp_path: Path, diff: Dif
 
 
 @pytest.mark.slow
-def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+def test_a_terminal_gets_a_bar(tmp_path):
     a, b = pair(tmp_path, {"w": torch.ones(9)}, {"w": torch.zeros(9)})
     script = f"import sys; from ckptman.cli.app import main; sys.exit(main(['diff', {str(a)!r}, {str(b)!r}]))"
     ours, theirs = pty.openpty()
@@ -589,7 +582,7 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     os.close(ours)
 
 
-def test_what_a_run_changed(tmp_path: Path, diff: Diff) -> None:
+def test_what_a_run_changed(tmp_path, diff):
     """From the side of a user: one more step of training."""
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -609,8 +602,8 @@ def test_what_a_run_changed(tmp_path: Path, diff: Diff) -> None:
     assert diff["optimizer.state.bias.step"]["max_abs"] == 1
 
 
-def test_layers_that_differ_alike_are_one_line_unless_all_are_wanted(tmp_path: Path, diff: Diff) -> None:
-    def layers(add: float) -> State:
+def test_layers_that_differ_alike_are_one_line_unless_all_are_wanted(tmp_path, diff):
+    def layers(add):
         weights = {f"layers.{n}.{part}.weight": torch.ones(4, 2) + add * n for n in range(12) for part in ("q", "k")}
         weights |= {f"layers.{n}.bias": torch.full((3,), add) for n in (0, 2, 3, 7)}
         return {"model": weights | {"layers.5.odd": torch.ones(2 + int(add))}, "lr": {str(n): add for n in range(3)}}
@@ -627,7 +620,7 @@ def test_layers_that_differ_alike_are_one_line_unless_all_are_wanted(tmp_path: P
     assert len(diff.data["tensors"]) == 11 * 2 + 4 + 1
 
 
-def test_all_shows_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_shows_every_tensor(tmp_path, capsys):
     names = [f"w.{n}" for n in range(30)]
     a, b = pair(tmp_path, {each: torch.zeros(2) for each in names}, {each: torch.ones(2) for each in names})
     assert main(["diff", str(a), str(b), "--all"]) == 1

@@ -1,7 +1,5 @@
 """`ckptman doctor`: what people and programs get to see, how it ends, and what it leaves behind: nothing."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +25,7 @@ QUICK = ["--size", "2MiB"]
 
 
 @pytest.fixture(autouse=True)
-def no_job_and_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_job_and_no_torch(monkeypatch):
     """These tests are of this host, whatever job they run in; and torch takes seconds to ask."""
     for name in list(os.environ):
         if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -37,9 +34,9 @@ def no_job_and_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verb, "_torch_facts", lambda timeout: TorchFacts("2.13.0+cpu", "cpu", (), ("gloo",)))
 
 
-def rows(printed: str) -> dict[str, list[str]]:
+def rows(printed):
     """The lines of the table by the name of the check."""
-    found: dict[str, list[str]] = {}
+    found = {}
     for line in printed.splitlines()[1:]:
         if not line.startswith(" "):
             name = line.split("  ")[0]
@@ -47,7 +44,7 @@ def rows(printed: str) -> dict[str, list[str]]:
     return found
 
 
-def test_a_folder_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_examined(tmp_path, capsys):
     commit(tmp_path, 1)
     before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert main(["doctor", str(tmp_path), *QUICK, "--against", "70MB"]) == 0
@@ -63,7 +60,7 @@ def test_a_folder_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_json_has_figures_with_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_figures_with_units(tmp_path, capsys):
     assert main(["doctor", str(tmp_path), *QUICK, "--against", "1GB", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["directory"] == str(tmp_path)
@@ -81,15 +78,13 @@ def test_json_has_figures_with_units(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_what_failed_is_one_line_with_its_consequence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def check_rename(*args: object) -> Finding:
+def test_what_failed_is_one_line_with_its_consequence(tmp_path, capsys, monkeypatch):
+    def check_rename(*args):
         return Finding(
             "rename", "FAILED", "a folder or file that was renamed was seen under neither name", renames._BROKEN
         )
 
-    def check_sync(*args: object) -> Finding:
+    def check_sync(*args):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(renames, "check_rename", check_rename)
@@ -109,9 +104,7 @@ def test_what_failed_is_one_line_with_its_consequence(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_check_that_was_not_done_is_not_good(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_was_not_done_is_not_good(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(renames, "check_rename", lambda *args: os.kill(os.getpid(), signal.SIGKILL))
     assert main(["doctor", str(tmp_path), *QUICK, "--json"]) == 1
     told = capsys.readouterr()
@@ -119,10 +112,8 @@ def test_a_check_that_was_not_done_is_not_good(
     assert "rename (the check was killed by SIGKILL (out of memory?)): it was not found out" in told.err
 
 
-def test_a_read_only_folder_is_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make_folder(self: Disk, path: Path) -> None:
+def test_a_read_only_folder_is_1(tmp_path, capsys, monkeypatch):
+    def make_folder(self, path):
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
     monkeypatch.setattr(Disk, "make_folder", make_folder)
@@ -138,13 +129,13 @@ def test_a_read_only_folder_is_1(
         (lambda path: path.symlink_to("nowhere"), 3, "there is no folder"),
     ],
 )
-def test_what_is_no_folder(make: Any, code: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_folder(make, code, told, tmp_path, capsys):
     make(tmp_path / "x")
     assert main(["doctor", str(tmp_path / "x")]) == code
     assert told in capsys.readouterr().err
 
 
-def test_a_link_to_a_folder_and_a_name_with_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_link_to_a_folder_and_a_name_with_escapes(tmp_path, capsys):
     folder = tmp_path / "e\x1b[2J"
     folder.mkdir()
     (folder / ".ckptman-doctor-\x1b[2J").mkdir()
@@ -176,18 +167,18 @@ def test_a_link_to_a_folder_and_a_name_with_escapes(tmp_path: Path, capsys: pyte
         (["--timeout", "1e10"], "--timeout: a day at most (86400 s), not 1e+10"),
     ],
 )
-def test_wrong_options_are_2(options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_2(options, told, tmp_path, capsys):
     assert main(["doctor", str(tmp_path), *options]) == 2
     assert told in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_size_without_a_folder_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_size_without_a_folder_is_2(capsys):
     assert main(["doctor", "--size", "1GiB"]) == 2
     assert "name one, as in ckptman doctor DIR --size 1GiB" in capsys.readouterr().err
 
 
-def test_against_a_checkpoint_a_root_and_one_of_plain_dcp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_against_a_checkpoint_a_root_and_one_of_plain_dcp(tmp_path, capsys):
     commit(tmp_path / "root", 1)
     entry = commit(tmp_path / "root", 2, rows=4096)
     plain = tmp_path / "plain"
@@ -202,9 +193,7 @@ def test_against_a_checkpoint_a_root_and_one_of_plain_dcp(tmp_path: Path, capsys
     assert main(["doctor", "--against", str(tmp_path / "empty")]) == 3
 
 
-def test_a_checkpoint_that_does_not_answer_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_does_not_answer_is_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(verb, "_checkpoint_bytes", lambda path: time.sleep(600))
     assert main(["doctor", "--against", str(tmp_path), "--timeout", "0.2"]) == 1
     assert "does not answer within 0.2 s: give its size, such as 70GB" in capsys.readouterr().err
@@ -213,7 +202,7 @@ def test_a_checkpoint_that_does_not_answer_is_told(
 # ---- the job ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_folder_it_is_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_folder_it_is_the_job(capsys):
     assert main(["doctor"]) == 0
     found = rows(capsys.readouterr().out)
     assert list(found) == [
@@ -222,7 +211,7 @@ def test_without_a_folder_it_is_the_job(capsys: pytest.CaptureFixture[str]) -> N
     ]
 
 
-def test_a_job_that_is_broken_is_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_broken_is_1(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "4")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert main(["doctor", "--json"]) == 1
@@ -234,7 +223,7 @@ def test_a_job_that_is_broken_is_1(capsys: pytest.CaptureFixture[str], monkeypat
     )
 
 
-def test_a_torch_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torch_that_hangs_is_told(monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "ckptman.state.installed_torch", _Hanging())
     assert main(["doctor", "--timeout", "0.2"]) == 1
@@ -246,7 +235,7 @@ def test_a_torch_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert job_environment.STAGING_SLOTS == 2
 
 
-def test_a_torch_that_dies_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torch_that_dies_is_told(monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "ckptman.state.installed_torch", _Dying())
     assert main(["doctor"]) == 1
@@ -255,22 +244,20 @@ def test_a_torch_that_dies_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 class _Dying:
     @staticmethod
-    def torch_facts() -> None:
+    def torch_facts():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Hanging:
     @staticmethod
-    def torch_facts() -> None:
+    def torch_facts():
         time.sleep(600)
 
 
-def test_the_command_itself_never_looks_at_the_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_itself_never_looks_at_the_folder(tmp_path, capsys, monkeypatch):
     me, real = os.getpid(), os.stat
 
-    def stat(path: Any, *args: Any, **more: Any) -> os.stat_result:
+    def stat(path, *args, **more):
         if os.getpid() == me:
             assert str(tmp_path) not in str(path), "this would hang with its file system"
         return real(path, *args, **more)
@@ -287,7 +274,7 @@ def test_the_command_itself_never_looks_at_the_folder(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["INT", "TERM", "HUP"]
 )
-def test_a_signal_leaves_nothing_behind(number: int, code: int, tmp_path: Path) -> None:
+def test_a_signal_leaves_nothing_behind(number, code, tmp_path):
     command = [sys.executable, "-m", "ckptman", "doctor", str(tmp_path), "--size", "64MiB"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 30
@@ -303,7 +290,7 @@ def test_a_signal_leaves_nothing_behind(number: int, code: int, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_it_loads_no_torch_and_no_numpy(tmp_path: Path) -> None:
+def test_it_loads_no_torch_and_no_numpy(tmp_path):
     code = (
         "import sys\nfrom ckptman.cli.app import main\n"
         "codes = [main(['doctor', sys.argv[1], '--size', '1MiB'])]\n"
@@ -313,7 +300,7 @@ def test_it_loads_no_torch_and_no_numpy(tmp_path: Path) -> None:
     assert ran.stderr == "[0] []\n"
 
 
-def test_with_few_open_files_what_is_left_behind_is_an_error(tmp_path: Path) -> None:
+def test_with_few_open_files_what_is_left_behind_is_an_error(tmp_path):
     command = ["sh", "-c", 'ulimit -n 8; exec "$0" -m ckptman doctor "$1" --size 1MiB', sys.executable, str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1, ran.stderr
@@ -324,9 +311,7 @@ def test_with_few_open_files_what_is_left_behind_is_an_error(tmp_path: Path) -> 
 # ---- its page --------------------------------------------------------------------------------------------------------
 
 
-def test_every_check_and_every_kind_of_file_system_is_on_its_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_check_and_every_kind_of_file_system_is_on_its_page(tmp_path, capsys, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_END_TIME", "4000000000")

@@ -1,13 +1,9 @@
 """Every refusal is one clear message on stderr, its own exit code, no traceback, and nothing changed on disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -16,45 +12,45 @@ from ckptman.cli.app import main
 from tests.helpers.checkpoints import commit, flip_byte
 
 
-def _future(root: Path) -> None:
+def _future(root):
     manifest = commit(root, 9).path / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format_version": 99, "colour": "red"}))
 
 
-def _future_and_present(root: Path) -> None:
+def _future_and_present(root):
     commit(root, 8)
     _future(root)
 
 
-def _damaged(root: Path) -> None:
+def _damaged(root):
     flip_byte(commit(root, 9).path / "__0_0.distcp")
 
 
-def _incomplete(root: Path) -> None:
+def _incomplete(root):
     (commit(root, 9).path / "__0_0.distcp").unlink()
 
 
-def _garbled(root: Path) -> None:
+def _garbled(root):
     (commit(root, 9).path / "manifest.json").write_text("{")
 
 
-def _a_file(root: Path) -> None:
+def _a_file(root):
     root.write_text("no folder")
 
 
-def _good(root: Path) -> None:
+def _good(root):
     commit(root, 9, metrics={"loss": 1.0, "dead": float("nan")})
 
 
-def _empty(root: Path) -> None:
+def _empty(root):
     root.mkdir()
 
 
-def _nothing(root: Path) -> None:
+def _nothing(root):
     pass
 
 
-CASES: list[tuple[Callable[[Path], None], list[str], int, str]] = [
+CASES = [
     (_nothing, ["list", "ROOT"], 3, "there is no checkpoint root"),
     (_nothing, ["show", "ROOT"], 3, "there is no checkpoint root"),
     (_nothing, ["verify", "ROOT"], 3, "there is no checkpoint root"),
@@ -105,14 +101,7 @@ CASES: list[tuple[Callable[[Path], None], list[str], int, str]] = [
 @pytest.mark.parametrize(
     ("prepare", "arguments", "code", "message"), CASES, ids=[f"{c[0].__name__}-{'-'.join(c[1])}" for c in CASES]
 )
-def test_a_refusal_has_its_code_and_one_message(
-    prepare: Callable[[Path], None],
-    arguments: list[str],
-    code: int,
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_refusal_has_its_code_and_one_message(prepare, arguments, code, message, tmp_path, capsys):
     root = tmp_path / "root"
     prepare(root)
     before = _tree(tmp_path)
@@ -126,17 +115,15 @@ def test_a_refusal_has_its_code_and_one_message(
     assert _tree(tmp_path) == before
 
 
-def test_a_root_that_cannot_be_read_is_no_empty_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> list[str]:
+def test_a_root_that_cannot_be_read_is_no_empty_root(tmp_path, monkeypatch):
+    def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "listdir", refuse)
     assert main(["list", str(tmp_path)]) == 10
 
 
-def test_the_traceback_is_there_for_those_who_ask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_traceback_is_there_for_those_who_ask(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CKPTMAN_TRACEBACK", "1")
     assert main(["list", str(tmp_path / "none")]) == 3
     told = capsys.readouterr().err
@@ -144,8 +131,8 @@ def test_the_traceback_is_there_for_those_who_ask(
     assert told.splitlines()[-1].startswith("Error: there is no checkpoint root")
 
 
-def test_an_interrupt_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(path: Path) -> list[str]:
+def test_an_interrupt_is_130(tmp_path, monkeypatch):
+    def interrupt(path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "listdir", interrupt)
@@ -153,7 +140,7 @@ def test_an_interrupt_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("checkpoints", [1, 200])
-def test_a_reader_that_leaves_is_no_error(checkpoints: int, tmp_path: Path) -> None:
+def test_a_reader_that_leaves_is_no_error(checkpoints, tmp_path):
     for step in range(1, checkpoints + 1):
         commit(tmp_path, step, ranks=1, sequence=step)
     read, write = os.pipe()
@@ -168,24 +155,22 @@ def test_a_reader_that_leaves_is_no_error(checkpoints: int, tmp_path: Path) -> N
     assert (ran.returncode, ran.stderr) == (141, b"")
 
 
-def _tree(folder: Path) -> dict[str, bytes | None]:
+def _tree(folder):
     """What is there, but for what `verify --all` notes about those that are good."""
     paths = [path for path in sorted(folder.rglob("*")) if path.name != VERIFIED]
     return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
 
 
-def test_without_standard_output_there_is_an_exit_code(tmp_path: Path) -> None:
+def test_without_standard_output_there_is_an_exit_code(tmp_path):
     for closed in (">&-", "2>&-", ">&- 2>&-"):
         command = f"{sys.executable} -m ckptman list {tmp_path} {closed}"
         assert subprocess.run(["bash", "-c", command], timeout=60, capture_output=True).returncode == 0, closed
 
 
-def test_a_bug_is_no_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bug_is_no_verdict(tmp_path, monkeypatch, capsys):
     """Python would end with 1, by which `ckptman diff` says that two checkpoints differ."""
 
-    def broken(*_: object) -> None:
+    def broken(*_):
         raise ZeroDivisionError("of all things")
 
     _good(tmp_path)

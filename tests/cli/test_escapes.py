@@ -1,11 +1,7 @@
 """What came from a checkpoint reaches no terminal as it is: not in an error, not in a warning, not in a traceback."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,9 +21,9 @@ EVIL = "w\x1b]0;PWNED\x07\x1b[2J\u202e\nError: all is well"
 SHOWN = r"w\x1b]0;PWNED\x07\x1b[2J\u202e\nError: all is well"
 
 
-def of_class(kind: type[errors.CkptmanError], text: str) -> errors.CkptmanError:
+def of_class(kind, text):
     """An error that has `text` wherever somebody else's text can be in it."""
-    made: dict[Any, tuple[Any, ...]] = {
+    made = {
         errors.UnknownKeyError: (text, [text], text),
         errors.CommitError: (1, 0, text),
         errors.MismatchError: (text, [text], [text], [text]),
@@ -39,13 +35,13 @@ def of_class(kind: type[errors.CkptmanError], text: str) -> errors.CkptmanError:
     return kind(*made.get(kind, (text,)))
 
 
-def classes(kind: type[errors.CkptmanError] = errors.CkptmanError) -> list[type[errors.CkptmanError]]:
+def classes(kind=errors.CkptmanError):
     below = [each for each in kind.__subclasses__() if each.__module__ == errors.__name__]
     return [kind, *(deeper for each in below for deeper in classes(each))]
 
 
 @pytest.mark.parametrize("kind", classes())
-def test_the_text_of_an_error_is_safe_to_print(kind: type[errors.CkptmanError]) -> None:
+def test_the_text_of_an_error_is_safe_to_print(kind):
     error = of_class(kind, EVIL)
     for each in (error, pickle.loads(pickle.dumps(error))):
         assert all(character.isprintable() or character == "\n" for character in str(each))
@@ -54,7 +50,7 @@ def test_the_text_of_an_error_is_safe_to_print(kind: type[errors.CkptmanError]) 
     assert vars(error) == vars(pickle.loads(pickle.dumps(error)))
 
 
-def test_lists_of_ours_stay_lists() -> None:
+def test_lists_of_ours_stay_lists():
     error = ckptman.MismatchError("here", ["a", "b"])
     assert str(error).split("\n")[1:4] == ["  missing in the checkpoint (2):", "    a", "    b"]
     torchs = ckptman.CkptmanError("rank 0 failed: Error(s) in loading state_dict:\n\tMissing key(s): a\n\tand b")
@@ -65,16 +61,14 @@ def test_lists_of_ours_stay_lists() -> None:
     ]
 
 
-def refer_to(folder: Path, name: str, state: str = "m") -> None:
+def refer_to(folder, name, state="m"):
     """Let the first value of a checkpoint refer to a tensor that there is not, with right digests."""
     index = read_index(folder, read_manifest(folder))
     unit = Unit(state=state, key="w", value={"~": "tensor", "v": name})
     forge(folder, INDEX, Index(**{**dict(index), "units": [unit]}).to_json())
 
 
-def test_a_warning_and_an_error_of_restore_are_escaped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warning_and_an_error_of_restore_are_escaped(tmp_path, capsys, monkeypatch):
     state = {"m": {"w": torch.ones(3)}}
     with ckptman.Checkpointer(tmp_path, state, deadline=None) as run:
         run.save(1)
@@ -104,7 +98,7 @@ def test_a_warning_and_an_error_of_restore_are_escaped(
     assert not any(line.startswith("Error: all") for line in (out.out + out.err).splitlines())
 
 
-def test_no_name_forges_a_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_name_forges_a_line_of_its_own(tmp_path, capsys):
     entry = commit(tmp_path, 1)
     index = read_index(entry.path, entry.require_manifest())
     odd = Unit(state=EVIL, whole=True, value={"~": "nonsense", "v": 1})
@@ -117,14 +111,14 @@ def test_no_name_forges_a_line_of_its_own(tmp_path: Path, capsys: pytest.Capture
     assert f"  the value {SHOWN} cannot be read: an encoded value of kind 'nonsense' cannot be read" in out.out
 
 
-def test_the_training_command_prints_no_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_training_command_prints_no_escapes(tmp_path, capsys):
     assert train(["--config", str(tmp_path / EVIL.replace("/", "")), "--dry-run"]) == 3
     told = capsys.readouterr().err.removesuffix("\n")
     assert told.isprintable()
     assert SHOWN in told
 
 
-def test_a_field_of_a_manifest_is_escaped_as_everything_is(tmp_path: Path) -> None:
+def test_a_field_of_a_manifest_is_escaped_as_everything_is(tmp_path):
     entry = commit(tmp_path, 1)
     files = {**entry.require_manifest().model_dump()["files"], EVIL: {"bytes": 1, "digest": "0" * 32}}
     rewrite(entry.path, files=files)

@@ -1,14 +1,11 @@
 """`ckptman export` and `adopt` as commands; what is hostile or odd on their way; two at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
 import pty
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +24,7 @@ State = dict[str, Any]
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """A run with two checkpoints."""
     model = torch.nn.Linear(30, 20)
     with ckptman.Checkpointer(tmp_path / "run", {"model": model, "epoch": 1}) as checkpointer:
@@ -37,11 +34,11 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def weight_in(out: Path) -> float:
+def weight_in(out):
     return float(load_file(out / "model.safetensors")["weight"][0, 0])
 
 
-def test_of_a_root_it_is_the_newest_or_the_step(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_root_it_is_the_newest_or_the_step(root, tmp_path, capsys):
     assert main(["export", str(root), str(tmp_path / "newest")]) == 0
     told = capsys.readouterr()
     assert told.out.startswith(f"{root}/step-0000000002 -> {tmp_path}/newest: 2 tensors, 2.4 KiB in 1 file\n")
@@ -66,15 +63,13 @@ def test_of_a_root_it_is_the_newest_or_the_step(root: Path, tmp_path: Path, caps
         (["--only", "epoch"], 2, "there is no tensor"),
     ],
 )
-def test_wrong_usage_is_told_and_leaves_nothing(
-    options: list[str], code: int, told: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_is_told_and_leaves_nothing(options, code, told, root, tmp_path, capsys):
     assert main(["export", str(root), str(tmp_path / "out"), *options]) == code
     assert told in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 
 
-def test_damage_is_4_and_names_the_tensor(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_4_and_names_the_tensor(root, tmp_path, capsys):
     flip_byte(root / "step-0000000002" / "__0_0.distcp")
     assert main(["export", str(root), str(tmp_path / "out")]) == 4
     told = capsys.readouterr().err
@@ -86,7 +81,7 @@ def test_damage_is_4_and_names_the_tensor(root: Path, tmp_path: Path, capsys: py
 
 
 @pytest.mark.slow
-def test_on_a_terminal_there_is_a_bar_and_what_is_told_is_the_same(root: Path, tmp_path: Path) -> None:
+def test_on_a_terminal_there_is_a_bar_and_what_is_told_is_the_same(root, tmp_path):
     ours, theirs = pty.openpty()
     words = [sys.executable, "-m", "ckptman", "export", str(root), str(tmp_path / "out")]
     ran = subprocess.run(words, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60)
@@ -95,7 +90,7 @@ def test_on_a_terminal_there_is_a_bar_and_what_is_told_is_the_same(root: Path, t
     assert (ran.returncode, ran.stdout.count("\n")) == (0, 1)
 
 
-def test_names_that_a_terminal_would_obey_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_a_terminal_would_obey_are_escaped(tmp_path, capsys):
     dcp.save({"a\x1b[2J": torch.ones(2), "b": torch.ones(2, dtype=torch.complex128)}, checkpoint_id=tmp_path / "step-1")
     for options in ([], ["--rename", "b=c"], ["--tied", "x=a\x1b"], ["--only", "\x1b"]):
         assert main(["export", str(tmp_path / "step-1"), str(tmp_path / "out"), *options]) == 2
@@ -108,7 +103,7 @@ def test_names_that_a_terminal_would_obey_are_escaped(tmp_path: Path, capsys: py
 # ---- lies --------------------------------------------------------------------------------------------------------
 
 
-def lie(folder: Path, shape: list[int]) -> None:
+def lie(folder, shape):
     """Let a description claim another shape of a tensor than there are bytes for."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     described = metadata.state_dict_metadata["w"]
@@ -118,12 +113,12 @@ def lie(folder: Path, shape: list[int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [[2**30, 2**25], [2**50], [3, 4], [5, 1]])
-def test_a_shape_that_no_bytes_are_behind_is_refused(shape: list[int], tmp_path: Path) -> None:
+def test_a_shape_that_no_bytes_are_behind_is_refused(shape, tmp_path):
     dcp.save({"w": torch.ones(4, 3)}, checkpoint_id=tmp_path / "step-1")
     lie(tmp_path / "step-1", shape)
     for format in ("safetensors", "torch", "dcp"):
         with pytest.raises(ckptman.CorruptError, match="w"):
-            ckptman.export(tmp_path / "step-1", tmp_path / "out", format)  # type: ignore[arg-type]
+            ckptman.export(tmp_path / "step-1", tmp_path / "out", format)
     with pytest.raises(ckptman.CorruptError, match="w"):
         adopt(tmp_path / "step-1")
     assert sorted(each.name for each in (tmp_path / "step-1").iterdir()) == [".metadata", "__0_0.distcp"]
@@ -131,7 +126,7 @@ def test_a_shape_that_no_bytes_are_behind_is_refused(shape: list[int], tmp_path:
 
 
 @pytest.mark.slow
-def test_what_only_torch_can_read_is_exported_and_adopted(tmp_path: Path) -> None:
+def test_what_only_torch_can_read_is_exported_and_adopted(tmp_path):
     """A transposed tensor: the container of plain DCP holds its numbers in another order."""
     saved = {"w": torch.arange(6000.0).reshape(30, 200).t(), "part": torch.arange(100.0)[5:7]}
     dcp.save(saved, checkpoint_id=tmp_path / "step-1")
@@ -147,10 +142,10 @@ def test_what_only_torch_can_read_is_exported_and_adopted(tmp_path: Path) -> Non
 # ---- others at the same time -------------------------------------------------------------------------------------
 
 
-def test_while_it_is_read_no_prune_takes_it(root: Path, tmp_path: Path) -> None:
+def test_while_it_is_read_no_prune_takes_it(root, tmp_path):
     seen = {}
 
-    def begin(total_bytes: int) -> None:
+    def begin(total_bytes):
         seen.update(look(root).names)
 
     ckptman.export(root / "step-0000000001", tmp_path / "out", begin=begin)
@@ -175,7 +170,7 @@ module.export(sys.argv[1], sys.argv[2])
 
 
 @pytest.mark.slow
-def test_killed_it_leaves_no_out_and_the_next_one_makes_it(root: Path, tmp_path: Path) -> None:
+def test_killed_it_leaves_no_out_and_the_next_one_makes_it(root, tmp_path):
     out = tmp_path / "out"
     words = [sys.executable, "-c", SLOW, str(root / "step-0000000002"), str(out)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
@@ -196,24 +191,24 @@ def test_killed_it_leaves_no_out_and_the_next_one_makes_it(root: Path, tmp_path:
     assert sorted(tmp_path.iterdir()) == sorted([*others, out, root])
 
 
-def test_somebody_who_makes_out_meanwhile_is_not_overwritten(root: Path, tmp_path: Path) -> None:
+def test_somebody_who_makes_out_meanwhile_is_not_overwritten(root, tmp_path):
     for format in ("safetensors", "torch"):
         out = tmp_path / format
 
-        def begin(total_bytes: int, out: Path = out) -> None:
+        def begin(total_bytes, out=out):
             out.write_text("mine")
 
         with pytest.raises(ckptman.ExistsError):
-            ckptman.export(root / "step-0000000001", out, format, begin=begin)  # type: ignore[arg-type]
+            ckptman.export(root / "step-0000000001", out, format, begin=begin)
         assert out.read_text() == "mine"
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
-def test_two_adopt_the_same_folder_and_one_is_told_so(tmp_path: Path) -> None:
+def test_two_adopt_the_same_folder_and_one_is_told_so(tmp_path):
     dcp.save({"w": torch.ones(4, 3)}, checkpoint_id=tmp_path / "step-1")
     told = []
 
-    def other(count: int) -> None:
+    def other(count):
         try:
             adopt(tmp_path / "step-1")
         except ckptman.ExistsError as error:

@@ -1,7 +1,5 @@
 """Roots that others wrote: the verbs say what is there and how far they go with it, and change nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings
@@ -21,7 +19,7 @@ LIGHTNING = "epoch=0-step=5.ckpt"
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory):
     root = tmp_path_factory.mktemp("written")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it is saved by one process
@@ -38,15 +36,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def root(written: Path, tmp_path: Path) -> Path:
+def root(written, tmp_path):
     return Path(shutil.copytree(written, tmp_path / "root"))
 
 
-def _files(root: Path) -> dict[str, int]:
+def _files(root):
     return {str(each): each.stat().st_mtime_ns for each in root.rglob("*")}
 
 
-def test_list_shows_them_apart_from_what_counts(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_them_apart_from_what_counts(root, capsys):
     commit(root, 7)
     assert main(["list", str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -66,7 +64,7 @@ def test_list_shows_them_apart_from_what_counts(root: Path, capsys: pytest.Captu
     assert told[1]["bytes"] == (root / LIGHTNING).stat().st_size
 
 
-def test_verify_says_for_each_what_was_compared_and_what_not(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_for_each_what_was_compared_and_what_not(root, capsys):
     before = _files(root)
     assert main(["verify", str(root), "--all"]) == 0
     out = capsys.readouterr().out
@@ -121,16 +119,14 @@ def test_verify_says_for_each_what_was_compared_and_what_not(root: Path, capsys:
         ),
     ],
 )
-def test_damage_is_found(root: Path, capsys: pytest.CaptureFixture[str], name: str, break_: object, why: str) -> None:
+def test_damage_is_found(root, capsys, name, break_, why):
     assert callable(break_)
     break_(root / name)
     assert main(["verify", str(root / name.partition("/")[0])]) == 4
     assert why in capsys.readouterr().out
 
 
-def test_a_root_in_which_the_trainer_left_its_state_and_final_model_is_a_root(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_root_in_which_the_trainer_left_its_state_and_final_model_is_a_root(root, capsys):
     for name in ("trainer_state.json", "model.safetensors"):
         shutil.copy(root / "checkpoint-500" / name, root)
     commit(root, 7)
@@ -143,7 +139,7 @@ def test_a_root_in_which_the_trainer_left_its_state_and_final_model_is_a_root(
     assert f"nobody looked into {root}/checkpoint-500/mine, a checkpoint of ckptman" in capsys.readouterr().out
 
 
-def test_what_lies_beside_plain_dcp_is_checked_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_lies_beside_plain_dcp_is_checked_too(root, capsys):
     sharded = (root / "step-3").rename(root / "epoch=1-step=9.ckpt")
     torch.save({"global_step": 9}, sharded / "meta.pt")
     (sharded / "notes.txt").write_text("x")
@@ -156,7 +152,7 @@ def test_what_lies_beside_plain_dcp_is_checked_too(root: Path, capsys: pytest.Ca
     assert f"{sharded.name}/meta.pt: it is empty" in capsys.readouterr().out
 
 
-def test_dcp_that_was_not_saved_to_its_end_is_told_as_that(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dcp_that_was_not_saved_to_its_end_is_told_as_that(root, capsys):
     (root / "step-3" / ".metadata").unlink()
     for verb, code in (("verify", 4), ("adopt", 3)):
         assert main([verb, str(root / "step-3")]) == code
@@ -164,15 +160,13 @@ def test_dcp_that_was_not_saved_to_its_end_is_told_as_that(root: Path, capsys: p
         assert "DCP writes" in told
 
 
-def test_verify_of_a_step_that_is_not_there_tells_those_of_other_programs(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_of_a_step_that_is_not_there_tells_those_of_other_programs(root, capsys):
     assert main(["verify", str(root), "--step", "77"]) == 3
     assert "no checkpoint of step 77; the steps of other programs there: 3, 5, 500" in capsys.readouterr().err
 
 
 @pytest.fixture
-def accelerate(root: Path) -> Path:
+def accelerate(root):
     """What diffusers leaves by Accelerate: a folder for each model, or the weights of a LoRA."""
     folder = root / "checkpoint-900"
     (folder / "unet").mkdir(parents=True)
@@ -184,9 +178,7 @@ def accelerate(root: Path) -> Path:
     return folder
 
 
-def test_what_diffusers_saved_by_accelerate_is_whole(
-    accelerate: Path, root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_diffusers_saved_by_accelerate_is_whole(accelerate, root, capsys):
     assert main(["list", str(root)]) == 0
     assert "checkpoint-900       Accelerate, no digests" in capsys.readouterr().out
     assert main(["verify", str(root)]) == 0
@@ -202,13 +194,13 @@ def test_what_diffusers_saved_by_accelerate_is_whole(
     assert "random_states_0.pkl of Accelerate: it was not saved to its end" in capsys.readouterr().out
 
 
-def _flip(path: Path, elements: torch.Tensor) -> None:
+def _flip(path, elements):
     data = bytearray(path.read_bytes())
     data[data.index(elements.numpy().tobytes())] ^= 1
     path.write_bytes(data)
 
 
-def test_prune_deletes_none_of_them_and_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_deletes_none_of_them_and_says_so(root, capsys):
     before = _files(root)
     assert main(["prune", str(root), "--keep-last", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
@@ -221,9 +213,7 @@ def test_prune_deletes_none_of_them_and_says_so(root: Path, capsys: pytest.Captu
     assert _files(root) == before
 
 
-def test_adopt_takes_plain_dcp_and_says_of_the_others_what_to_do(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adopt_takes_plain_dcp_and_says_of_the_others_what_to_do(root, capsys):
     assert main(["adopt", str(root)]) == 2
     told = capsys.readouterr()
     assert f"{root}/step-3 -> {root}/step-0000000003: step 3; " in told.out
@@ -236,7 +226,7 @@ def test_adopt_takes_plain_dcp_and_says_of_the_others_what_to_do(
 
 
 @pytest.mark.parametrize("name", [LIGHTNING, "checkpoint-500"])
-def test_a_run_does_not_start_at_0_beside_them(root: Path, name: str) -> None:
+def test_a_run_does_not_start_at_0_beside_them(root, name):
     for each in root.iterdir():
         if each.name != name:
             shutil.rmtree(each) if each.is_dir() else each.unlink()
@@ -249,7 +239,7 @@ def test_a_run_does_not_start_at_0_beside_them(root: Path, name: str) -> None:
     assert _files(root / name) == before
 
 
-def test_weights_that_somebody_put_into_the_root_do_not_stop_a_run(root: Path) -> None:
+def test_weights_that_somebody_put_into_the_root_do_not_stop_a_run(root):
     for name in ("step-3", "checkpoint-500"):
         shutil.rmtree(root / name)
     (root / LIGHTNING).rename(root / "sd-v1-5.ckpt")
@@ -259,15 +249,13 @@ def test_weights_that_somebody_put_into_the_root_do_not_stop_a_run(root: Path) -
 
 @pytest.mark.parametrize("verb", ["show", "diff", "export", "copy"])
 @pytest.mark.parametrize("name", ["checkpoint-500", LIGHTNING])
-def test_verbs_that_load_say_whose_checkpoint_it_is(
-    root: Path, verb: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verbs_that_load_say_whose_checkpoint_it_is(root, verb, name, capsys):
     more = [str(root / "out")] if verb in ("export", "copy") else []
     assert main([verb, str(root / name), *more]) == 3
     writer = "Lightning" if name == LIGHTNING else "the HF Trainer"
     assert f"{root / name} is a checkpoint of {writer}" in capsys.readouterr().err
 
 
-def test_a_load_says_whose_checkpoint_it_is(root: Path) -> None:
+def test_a_load_says_whose_checkpoint_it_is(root):
     with pytest.raises(NotFoundError, match=r"is a checkpoint of the HF Trainer, .* save what you loaded with"):
         ckptman.load({"weight": torch.ones(1)}, root / "checkpoint-500")

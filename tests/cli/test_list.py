@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -13,9 +11,7 @@ from ckptman.format.manifest import Mesh
 from tests.helpers.checkpoints import commit
 
 
-def test_the_order_is_that_of_the_commits_and_each_says_whether_it_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_order_is_that_of_the_commits_and_each_says_whether_it_counts(tmp_path, capsys):
     commit(tmp_path, 300, metrics={"loss": 0.51234}, mesh=Mesh(names=("replicate", "shard"), shape=(2, 2)), ranks=4)
     commit(tmp_path, 100, restored_from=0)  # after a rollback the newest has a lower step
     broken = commit(tmp_path, 200)
@@ -34,9 +30,7 @@ def test_the_order_is_that_of_the_commits_and_each_says_whether_it_counts(
     assert "the newest is of step 100. 2 do not count. 1 folder besides" in lines[-1]
 
 
-def test_damage_is_told_without_the_path_of_the_checkpoint_however_the_root_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_told_without_the_path_of_the_checkpoint_however_the_root_is_named(tmp_path, monkeypatch, capsys):
     for step, named in ((10, str(tmp_path / "run")), (20, "/mnt/run")):
         entry = commit(tmp_path / "run", step)
         remember_damage(entry.path, entry.require_manifest(), f"{named}/{entry.path.name}/__0_0.distcp is cut; see it")
@@ -47,13 +41,13 @@ def test_damage_is_told_without_the_path_of_the_checkpoint_however_the_root_is_n
         assert told == ["__0_0.distcp is cut", "/mnt/run/step-0000000020/__0_0.distcp is cut"]
 
 
-def test_an_empty_root_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_root_is_no_error(tmp_path, capsys):
     assert main(["list", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}: no complete checkpoint.\n"
 
 
 @pytest.mark.parametrize("verb", ["list", "drain --to tier", "rollback --to-step 7"])
-def test_one_checkpoint_is_no_empty_root(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_one_checkpoint_is_no_empty_root(tmp_path, capsys, verb):
     folder = commit(tmp_path, 7).path
     before = set(folder.iterdir())
     name, *options = verb.split()
@@ -62,7 +56,7 @@ def test_one_checkpoint_is_no_empty_root(tmp_path: Path, capsys: pytest.CaptureF
     assert set(folder.iterdir()) == before
 
 
-def test_json_is_strict_and_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_strict_and_complete(tmp_path, capsys):
     commit(tmp_path, 7, metrics={"loss": float("nan"), "gain": float("-inf")}, restored_from=5)
     (tmp_path / "step-0000000008").mkdir()
     (tmp_path / "step-0000000009.trash-abcdef00").mkdir()
@@ -81,7 +75,7 @@ def test_json_is_strict_and_complete(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_a_thousand_checkpoints_are_all_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_checkpoints_are_all_listed(tmp_path, capsys):
     for step in range(1, 1001):
         commit(tmp_path, step, ranks=4, sequence=step, metrics={"loss": 1 / step})
     assert main(["list", str(tmp_path)]) == 0
@@ -91,9 +85,7 @@ def test_a_thousand_checkpoints_are_all_listed(tmp_path: Path, capsys: pytest.Ca
     assert "the newest is of step 1000" in lines[-1]
 
 
-def test_nothing_from_a_checkpoint_reaches_the_terminal_as_a_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_from_a_checkpoint_reaches_the_terminal_as_a_command(tmp_path, capsys):
     evil = "\x1b]0;owned\x07[red]\n\u202eloss"
     commit(tmp_path, 1, metrics={evil: 1.0}, mesh=Mesh(names=(evil,), shape=(2,)))
     for verb in ("list", "show"):
@@ -105,7 +97,7 @@ def test_nothing_from_a_checkpoint_reaches_the_terminal_as_a_command(
         assert "\\x1b]0;owned\\x07[red]\\n\\u202eloss=1" in out
 
 
-def test_a_path_that_is_no_text_is_printed_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_no_text_is_printed_escaped(tmp_path, capsys):
     root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff\x1b[31m"))
     root.mkdir()
     assert main(["list", str(root)]) == 0
@@ -117,28 +109,26 @@ def test_a_path_that_is_no_text_is_printed_escaped(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 * 2**40, "5.0 TiB"), (2**60, "1024.0 PiB")]
 )
-def test_sizes(count: int, text: str) -> None:
+def test_sizes(count, text):
     assert size(count) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(-5.0, "0 s"), (99.0, "99 s"), (300.0, "5 min"), (7200.0, "2 h"), (86400.0 * 12, "12 d")]
 )
-def test_ages(seconds: float, text: str) -> None:
+def test_ages(seconds, text):
     assert age(seconds) == text
 
 
-def test_plain_leaves_text_of_all_languages_as_it_is() -> None:
+def test_plain_leaves_text_of_all_languages_as_it_is():
     assert plain("épo­que 損失 [bold]") == "épo­que 損失 [bold]"
 
 
-def test_tables_align_and_end_without_blanks() -> None:
+def test_tables_align_and_end_without_blanks():
     assert table(("n", "what"), [("1", "x"), ("200", "longer")], right="n") == ["  n  what", "  1  x", "200  longer"]
 
 
-def test_several_roots_are_a_line_each_and_a_bad_one_hides_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_roots_are_a_line_each_and_a_bad_one_hides_no_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for step in (10, 20):
         commit(tmp_path / "a", step)

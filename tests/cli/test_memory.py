@@ -1,13 +1,10 @@
 """`ckptman memory list | flush | clear`, and what `list`, `prune` and `doctor` say of the memory of this node."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -24,7 +21,7 @@ from tests.helpers.node_memory import hold, live_rank, memory_of, nodes_with
 
 
 @pytest.fixture
-def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shm(tmp_path, monkeypatch):
     """The memory of this node, which is called "a"."""
     monkeypatch.setattr(paths, "MEMORY_PATH", str(tmp_path / "shm"))
     for name in list(os.environ):
@@ -35,7 +32,7 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shm"
 
 
-def squeue(tmp_path: Path, answer: str, code: int = 0) -> None:
+def squeue(tmp_path, answer, code=0):
     """A Slurm that gives this answer."""
     (tmp_path / "bin").mkdir(exist_ok=True)
     path = tmp_path / "bin" / "squeue"
@@ -43,13 +40,11 @@ def squeue(tmp_path: Path, answer: str, code: int = 0) -> None:
     path.chmod(0o755)
 
 
-def ckptman(*arguments: object) -> int:
+def ckptman(*arguments):
     return main(list(map(str, arguments)))
 
 
-def test_list_shows_what_each_run_holds_and_whether_it_lives(
-    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_shows_what_each_run_holds_and_whether_it_lives(tmp_path, shm, capsys):
     assert ckptman("memory", "list", "--path", shm) == 0
     assert capsys.readouterr().out == f"No run of this user has anything in {shm}.\n"
     memory = nodes_with(tmp_path, 120, {"a": [0, 1, 3]})["a"]
@@ -77,9 +72,7 @@ def test_list_shows_what_each_run_holds_and_whether_it_lives(
     assert [told[None]["state"], told[str(tmp_path / "root")]["state"]] == ["left behind", "alive"]
 
 
-def test_flush_brings_it_to_the_root_and_notes_that(
-    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flush_brings_it_to_the_root_and_notes_that(tmp_path, shm, capsys):
     root = tmp_path / "root"
     commit(root, 100)
     nodes_with(tmp_path, 120, {"a": range(4)})
@@ -100,9 +93,7 @@ def test_flush_brings_it_to_the_root_and_notes_that(
     }
 
 
-def test_each_end_of_a_flush_has_its_exit_code(
-    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_end_of_a_flush_has_its_exit_code(tmp_path, shm, capsys, monkeypatch):
     root = tmp_path / "root"
     commit(root, 100)
     assert ckptman("memory", "flush", root, "--path", shm) == 0
@@ -122,9 +113,7 @@ def test_each_end_of_a_flush_has_its_exit_code(
     assert set(holds(root)) == {100}
 
 
-def test_clear_removes_what_is_over_and_never_what_is_alive(
-    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clear_removes_what_is_over_and_never_what_is_alive(tmp_path, shm, capsys):
     root, other = tmp_path / "root", tmp_path / "other"
     memory = nodes_with(tmp_path, 120, {"a": [0, 1]})["a"]
     assert ckptman("memory", "clear", "--path", shm) == 2
@@ -150,9 +139,7 @@ def test_clear_removes_what_is_over_and_never_what_is_alive(
     assert capsys.readouterr().out.endswith("Nothing to remove.\n")
 
 
-def test_the_shell_of_the_user_keeps_nothing_alive_and_a_launcher_does(
-    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_shell_of_the_user_keeps_nothing_alive_and_a_launcher_does(tmp_path, shm, capsys):
     root, shell = tmp_path / "root", psutil.Process(os.getppid())
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as launcher:
         memory_of(shm, root, "a", pid=launcher.pid, started=psutil.Process(launcher.pid).create_time())
@@ -164,9 +151,7 @@ def test_the_shell_of_the_user_keeps_nothing_alive_and_a_launcher_does(
     assert not found_on(shm)
 
 
-def test_list_of_a_root_shows_what_this_node_holds_of_it(
-    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_of_a_root_shows_what_this_node_holds_of_it(tmp_path, shm, capsys):
     root = tmp_path / "root"
     commit(root, 100)
     assert ckptman("list", root) == 0
@@ -185,15 +170,13 @@ def test_list_of_a_root_shows_what_this_node_holds_of_it(
     assert "memory" not in capsys.readouterr().out
 
 
-def test_prune_removes_what_a_run_that_is_over_left_once_the_disk_is_as_new(
-    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_removes_what_a_run_that_is_over_left_once_the_disk_is_as_new(tmp_path, shm, capsys):
     root = tmp_path / "root"
     commit(root, 100)
     memory = nodes_with(tmp_path, 120, {"a": range(4)})["a"]
     other = memory_of(shm, tmp_path / "other", "a")
 
-    def stays(*options: str) -> bool:
+    def stays(*options):
         assert ckptman("prune", root, "--keep-last", "1", *options) == 0
         return memory.folder.exists()
 
@@ -211,7 +194,7 @@ def test_prune_removes_what_a_run_that_is_over_left_once_the_disk_is_as_new(
     assert other.folder.exists()
 
 
-def test_doctor_tells_what_was_left_behind(tmp_path: Path, shm: Path) -> None:
+def test_doctor_tells_what_was_left_behind(tmp_path, shm):
     assert check_left_in_memory(shm, os.environ).verdict == "ok"
     memory = nodes_with(tmp_path, 120, {"a": range(4)})["a"]
     with live_rank(memory):
@@ -224,7 +207,7 @@ def test_doctor_tells_what_was_left_behind(tmp_path: Path, shm: Path) -> None:
     assert "others may write to it" in check_left_in_memory(shm, os.environ).value
 
 
-def test_a_flush_imports_no_torch(tmp_path: Path) -> None:
+def test_a_flush_imports_no_torch(tmp_path):
     nodes_with(tmp_path, 120, {"a": range(4)})
     code = "import sys; from ckptman.cli.app import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", code, "memory", "flush", str(tmp_path / "root"), "--path", str(tmp_path / "shm")]
@@ -233,9 +216,7 @@ def test_a_flush_imports_no_torch(tmp_path: Path) -> None:
     assert ran.stdout.endswith("\n0 False\n")
 
 
-def test_a_root_that_never_had_anything_in_memory(
-    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_root_that_never_had_anything_in_memory(tmp_path, shm, capsys):
     commit(tmp_path / "root", 100)
     assert ckptman("memory", "flush", tmp_path / "root", "--path", shm, "--nodes", "7") == 0
     assert capsys.readouterr().out.endswith("a holds nothing of it in memory.\n")

@@ -1,7 +1,5 @@
 """What people write in options: sizes, durations, rates, counts, and rules to keep."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptman.cli.options import parse_count, parse_keep_best, parse_rate, parse_seconds, parse_size
@@ -24,7 +22,7 @@ from ckptman.policies.retention import KeepBest
         ("1PB", 10**15),
     ],
 )
-def test_sizes(written: str, size: int) -> None:
+def test_sizes(written, size):
     assert parse_size("--size", written) == size
 
 
@@ -48,7 +46,7 @@ def test_sizes(written: str, size: int) -> None:
         "0.1B",
     ],
 )
-def test_no_sizes(written: str) -> None:
+def test_no_sizes(written):
     with pytest.raises(ConfigError, match="--size"):
         parse_size("--size", written)
 
@@ -57,19 +55,19 @@ def test_no_sizes(written: str) -> None:
     ("written", "seconds"),
     [("90", 90), ("90s", 90), ("1.5h", 5400), ("1h30min", 5400), ("1h 30m", 5400), ("4d", 345_600), ("2e3", 2000)],
 )
-def test_times(written: str, seconds: float) -> None:
+def test_times(written, seconds):
     assert parse_seconds("--x", written) == seconds
 
 
 @pytest.mark.parametrize(
     "written", ["", " ", "h", "0", "0s", "-1s", "1x", "1h30", "nan", "inf", "1e400", "1,5h", "１h"]
 )
-def test_what_is_no_time(written: str) -> None:
+def test_what_is_no_time(written):
     with pytest.raises(ConfigError, match="--x: a time above 0"):
         parse_seconds("--x", written)
 
 
-def test_rates() -> None:
+def test_rates():
     assert parse_rate("--limit", "2GB/s") == parse_rate("--limit", "2GB") == 2e9
     assert parse_rate("--limit", "5GB/s") == 5e9
     assert parse_rate("--limit", "1.5 TB/s") == 1.5e12
@@ -79,7 +77,7 @@ def test_rates() -> None:
             parse_rate("--limit", written)
 
 
-def test_counts() -> None:
+def test_counts():
     assert [parse_count("--x", each) for each in ("9e9", "7B", "350M", "1.5t", "8192", "64k")] == [
         *(9_000_000_000, 7_000_000_000, 350_000_000, 1_500_000_000_000, 8192, 64_000)
     ]
@@ -97,5 +95,5 @@ def test_counts() -> None:
         ("max", KeepBest("max")),
     ],
 )
-def test_keep_best_as_it_is_written(written: str, rule: KeepBest) -> None:
+def test_keep_best_as_it_is_written(written, rule):
     assert parse_keep_best(written) == rule

@@ -1,9 +1,5 @@
 """`ckptman path`: one path for a script, or exit code 3."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from ckptman.cli.app import main
@@ -11,7 +7,7 @@ from tests.helpers.checkpoints import commit
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     for step, loss in ((10, 0.5), (20, 0.25), (30, float("nan"))):
         commit(tmp_path, step, metrics={"loss": loss})
     (tmp_path / "step-0000000040").mkdir()
@@ -28,9 +24,7 @@ def root(tmp_path: Path) -> Path:
         (["--step", "10"], 10),
     ],
 )
-def test_one_path_is_printed_and_nothing_else(
-    root: Path, capsys: pytest.CaptureFixture[str], options: list[str], step: int
-) -> None:
+def test_one_path_is_printed_and_nothing_else(root, capsys, options, step):
     assert main(["path", str(root), *options]) == 0
     assert capsys.readouterr() == (f"{root}/step-{step:010d}\n", "")
 
@@ -44,16 +38,14 @@ def test_one_path_is_printed_and_nothing_else(
         (["--max"], 2, "--best accuracy --max"),
     ],
 )
-def test_where_there_is_none_nothing_is_printed(
-    root: Path, capsys: pytest.CaptureFixture[str], options: list[str], code: int, why: str
-) -> None:
+def test_where_there_is_none_nothing_is_printed(root, capsys, options, code, why):
     assert main(["path", str(root), *options]) == code
     told = capsys.readouterr()
     assert told.out == ""
     assert why in told.err
 
 
-def test_an_empty_root_and_none_at_all_are_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_root_and_none_at_all_are_3(tmp_path, capsys):
     assert main(["path", str(tmp_path)]) == 3
     assert "there is no checkpoint that counts" in capsys.readouterr().err
     assert main(["path", str(tmp_path / "away")]) == 3

@@ -1,7 +1,5 @@
 """`ckptman plan`: what it says, and that its numbers are those of the formulas; and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -9,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,13 +59,13 @@ def bad():
 """
 
 
-def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+def planned(arguments, capsys):
     capsys.readouterr()
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
+def refused(arguments, capsys, code=2):
     capsys.readouterr()
     assert main(arguments) == code
     told = capsys.readouterr()
@@ -77,7 +74,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int 
     return told.err
 
 
-def test_the_figures_of_the_practitioners(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_figures_of_the_practitioners(capsys):
     made = planned([*SEVEN, "--mtbf", "8h"], capsys)
     assert made["checkpoint"] == {"rule_bytes": 70e9, "tensors_bytes": 70e9}
     assert made["mesh"] == {"gpus": 32, "replicate": 4, "shard": 8}
@@ -90,7 +87,7 @@ def test_the_figures_of_the_practitioners(capsys: pytest.CaptureFixture[str]) ->
     assert planned(["plan", "--params", "9e9"], capsys)["checkpoint"]["rule_bytes"] == 180e9
 
 
-def test_each_number_of_a_tier_follows_from_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_number_of_a_tier_follows_from_the_others(capsys):
     made = planned([*SEVEN, "--mtbf", "3h", "--init", "10min", "--blocking", "--tier", "a=2GB/s"], capsys)
     (tier,) = made["tiers"]
     assert made["failures"]["mtbf_seconds"] == 3 * 3600
@@ -105,7 +102,7 @@ def test_each_number_of_a_tier_follows_from_the_others(capsys: pytest.CaptureFix
     assert tier["warning_seconds"] == warning_seconds(35)
 
 
-def test_failures_of_many_gpus_are_those_of_the_published_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_of_many_gpus_are_those_of_the_published_run(capsys):
     made = planned(["plan", "--params", "405B", "--nodes", "2048"], capsys)
     assert made["failures"]["mtbf_seconds"] == pytest.approx(54 * 86400 / 419)
     made = planned(["plan", "--params", "405B", "--nodes", "2048", "--rate", "rsc1"], capsys)
@@ -126,9 +123,7 @@ def test_failures_of_many_gpus_are_those_of_the_published_run(capsys: pytest.Cap
         ),  # multiples in 1,296,000 steps; the newest is the last one's
     ],
 )
-def test_disk_is_what_the_rules_keep_and_what_lies_beside_it(
-    rules: list[str], kept: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_disk_is_what_the_rules_keep_and_what_lies_beside_it(rules, kept, capsys):
     (tier,) = planned([*SEVEN, "--tier", "a=2GB/s", *rules], capsys)["tiers"]
     assert (tier["saves"], tier["interval_seconds"]) == (2880, 900)
     assert tier["kept"] == pytest.approx(kept, abs=1 if "--keep-every" in rules else 0)
@@ -136,7 +131,7 @@ def test_disk_is_what_the_rules_keep_and_what_lies_beside_it(
     assert tier["disk_bytes"] == (tier["kept"] + 3 * bool(rules)) * 70e9
 
 
-def test_rates_of_nodes_and_the_limit_of_a_file_system(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_of_nodes_and_the_limit_of_a_file_system(capsys):
     tiers = ["a=2GB/s", "b=2GB/s/node", "c=1GB/s/gpu", "d=2GB/s/node:5GB/s", "e=2GB/s:1GB/s"]
     made = planned([*SEVEN, *(f"--tier={each}" for each in tiers)], capsys)
     rates = [each["rate_bytes_per_second"] / 1e9 for each in made["tiers"]]
@@ -144,7 +139,7 @@ def test_rates_of_nodes_and_the_limit_of_a_file_system(capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_a_folder_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_measured(tmp_path, capsys):
     (tier,) = planned([*SEVEN, "--tier", f"here={tmp_path}", "--explain"], capsys)["tiers"]
     assert tier["rate_bytes_per_second"]["value"] > 1e6
     assert "measured in" in tier["rate_bytes_per_second"]["source"]
@@ -152,7 +147,7 @@ def test_a_folder_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "there is no folder" in refused([*SEVEN, "--tier", f"here={tmp_path}/none"], capsys, code=3)
 
 
-def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(CONFIG)
     made = planned(["plan", "--config", "run.toml", "--gpus", "4"], capsys)
@@ -186,9 +181,7 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.slow
-def test_a_configuration_is_planned_as_its_run_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_is_planned_as_its_run_saves(tmp_path, monkeypatch, capsys):
     """In a process of its own, as a run is started: it changes how torch computes."""
     for name in [name for name in os.environ if name in ("RANK", "WORLD_SIZE") or name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
@@ -206,9 +199,7 @@ def test_a_configuration_is_planned_as_its_run_saves(
     assert made["checkpoint"]["files_bytes"] == pytest.approx(sum(files), abs=4096)
 
 
-def test_a_model_of_this_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_this_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_models_of_a_plan.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
     made = planned(["plan", "--model", "my_models_of_a_plan:good", "--gpus", "1"], capsys)
@@ -228,7 +219,7 @@ def test_a_model_of_this_folder(
     assert "name a function of" in message
 
 
-def test_every_number_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_number_is_explained(capsys):
     assert main([*SEVEN, "--keep-last", "3", "--explain", "--gpu-memory", "80GB"]) == 0
     out = capsys.readouterr().out
     table, _, explained = out.partition("\ncheckpoint\n")
@@ -250,7 +241,7 @@ def test_every_number_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert explained.count(" = ") >= len(figures)
 
 
-def test_formulas_give_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_formulas_give_their_numbers(capsys):
     """Those that are told in symbols, worked out as they are written."""
     for more in (["--blocking"], ["--mtbf", "2h"], ["--staging", "1MB/s"]):
         (tier,) = planned([*SEVEN, "--mtbf", "9h", "--tier", "a=1GB/s", *more, "--explain"], capsys)["tiers"]
@@ -269,7 +260,7 @@ def test_formulas_give_their_numbers(capsys: pytest.CaptureFixture[str]) -> None
     assert "no longer than the save, 70 s" in tier["stall_seconds"]["formula"]
 
 
-def test_a_shape_says_what_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shape_says_what_was_given(capsys):
     for given, told in (
         ([], "shapes of Llama 2 and 3"),
         (["--dim", "4096"], "dim as given, layers from 12 x layers x dim^2 parameters"),
@@ -281,7 +272,7 @@ def test_a_shape_says_what_was_given(capsys: pytest.CaptureFixture[str]) -> None
         assert ("128 x layers" in source) == (not given)
 
 
-def test_what_is_said_of_slow_and_of_lost_places(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_said_of_slow_and_of_lost_places(capsys):
     assert main(["plan", "--params", "405B", "--nodes", "64", "--tier", "nfs=0.5GB/s", "--tier", "shm=4GB/s"]) == 0
     out = capsys.readouterr().out
     assert "nfs: a save takes 2.7 h, longer than the bound of 15 min" in out
@@ -289,7 +280,7 @@ def test_what_is_said_of_slow_and_of_lost_places(capsys: pytest.CaptureFixture[s
     assert "save to nfs: every 9,720 s" in out
 
 
-def test_a_bound_that_costs_more_than_a_percent_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bound_that_costs_more_than_a_percent_is_named(capsys):
     slow = ["plan", "--params", "70e9", "--nodes", "8", "--tier", "a=2GB/s", "--mtbf", "100h"]
     (tier,) = planned([*slow, "--blocking"], capsys)["tiers"]
     costs = Costs(tier["stall_seconds"], tier["save_seconds"], tier["restart_seconds"])
@@ -305,7 +296,7 @@ def test_a_bound_that_costs_more_than_a_percent_is_named(capsys: pytest.CaptureF
         assert "the bound costs" not in capsys.readouterr().out
 
 
-def test_any_count_of_a_rule_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_count_of_a_rule_is_planned(capsys):
     huge = f"1{320 * '0'}"
     for rule in ("--keep-last", "--keep-every", "--keep-best=loss", "--keep-daily", "--keep-monthly", "--keep-steps"):
         arguments = [f"{rule}:{huge}"] if "best" in rule else [rule, huge]
@@ -314,7 +305,7 @@ def test_any_count_of_a_rule_is_planned(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("arguments", [["--mtbf", "1s"], ["--tier", "a=1B/s"], ["--mtbf", "9999d", "--length", "1s"]])
-def test_what_is_beyond_all_measure_is_still_planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_beyond_all_measure_is_still_planned(arguments, capsys):
     made = planned([*SEVEN, "--keep-last", "2", *arguments], capsys)
     assert all(0 <= tier["goodput"] <= 1 and tier["lost_per_failure_seconds"] >= 0 for tier in made["tiers"])
     assert main([*SEVEN, *arguments]) == 0
@@ -374,7 +365,7 @@ def test_what_is_beyond_all_measure_is_still_planned(arguments: list[str], capsy
         (["--model", "json:loads", "--dtype", "float32"], "goes with --params"),
     ],
 )
-def test_what_cannot_be_is_one_clear_error(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_one_clear_error(arguments, told, capsys):
     message = refused(["plan", *arguments], capsys)
     assert told in message
     assert len(message.splitlines()) == 1
@@ -385,7 +376,7 @@ def test_what_cannot_be_is_one_clear_error(arguments: list[str], told: str, caps
 LARGE = ["plan", "--params", "70e9", "--nodes", "64", "--tier", "a=10GB/s", "--mtbf", "8h", "--queue", "30min"]
 
 
-def test_memory_is_planned_where_any_of_its_options_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_is_planned_where_any_of_its_options_is_given(capsys):
     without = planned(LARGE, capsys)
     assert "memory_tier" not in without
     assert without["tiers"][0]["restart_seconds"] == 1800 + 1200 + 84
@@ -405,7 +396,7 @@ def test_memory_is_planned_where_any_of_its_options_is_given(capsys: pytest.Capt
     assert made["after_a_failure"][2]["goodput"] <= made["after_a_failure"][0]["goodput"]
 
 
-def test_a_failure_costs_less_from_memory_and_least_in_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_costs_less_from_memory_and_least_in_place(capsys):
     made = planned([*LARGE, "--notice", "30s", "--restart-in-place", "2min", "--host-memory", "1TB"], capsys)
     disk, memory, in_place = made["after_a_failure"]
     assert disk["restart_seconds"] == 30 + 1800 + 1200 + 84
@@ -422,8 +413,8 @@ def test_a_failure_costs_less_from_memory_and_least_in_place(capsys: pytest.Capt
     assert (steps["interval_seconds"], steps["copies"]) == (60, 3)
 
 
-def test_what_is_said_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*options: str) -> str:
+def test_what_is_said_of_memory(capsys):
+    def told(*options):
         assert main([*LARGE, *options]) == 0
         return capsys.readouterr().out
 
@@ -462,11 +453,11 @@ def test_what_is_said_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
         (["--memory", "--blocking"], "--blocking leaves no private copy"),
     ],
 )
-def test_memory_that_cannot_be(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_that_cannot_be(arguments, told, capsys):
     assert told in refused([*SEVEN, *arguments], capsys)
 
 
-def test_planning_and_playing_need_neither_torch_nor_rich(tmp_path: Path) -> None:
+def test_planning_and_playing_need_neither_torch_nor_rich(tmp_path):
     (tmp_path / "run.toml").write_text(CONFIG)
     code = """
 import sys

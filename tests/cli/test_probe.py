@@ -1,10 +1,7 @@
 """`ckptman probe loader`: what people and programs get to see, how it ends, and which speed it is held against."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,13 +25,13 @@ QUICK = ["--seconds", "0.05", "--workers", "0"]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "program.py").write_text(PROGRAM)
     return tmp_path
 
 
-def journal(root: Path, *events: tuple[str, float, int]) -> None:
+def journal(root, *events):
     times = iter([time for _, time, _ in events])
     written = Journal(root / ".ckptman" / "journal.jsonl", clock=lambda: next(times))
     for name, _, step in events:
@@ -42,7 +39,7 @@ def journal(root: Path, *events: tuple[str, float, int]) -> None:
     written.close()
 
 
-def test_a_table_for_people_and_the_same_for_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_for_people_and_the_same_for_programs(folder, capsys):
     assert main(["probe", "loader", "program.py:make_loader", *QUICK, "--steps-per-second", "0.01"]) == 0
     told = capsys.readouterr()
     lines = told.out.splitlines()
@@ -71,7 +68,7 @@ def test_a_table_for_people_and_the_same_for_programs(folder: Path, capsys: pyte
     assert found["problem"] is None
 
 
-def test_one_that_starves_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_starves_ends_with_1(capsys):
     assert main(["probe", "loader", "program.py:make_loader", *QUICK, "--steps-per-second", "1e9"]) == 1
     told = capsys.readouterr()
     assert told.out.splitlines()[1].split()[:2] == ["0", "cold"]
@@ -80,7 +77,7 @@ def test_one_that_starves_ends_with_1(capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out)["judgement"]["verdict"] == "starves"
 
 
-def test_what_was_measured_is_shown_before_the_problem(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_measured_is_shown_before_the_problem(folder, capsys):
     broken = PROGRAM.replace("    return", "    assert not num_workers, 'none today'\n    return")
     (folder / "program.py").write_text(broken)
     assert main(["probe", "loader", "program.py:make_loader", "--seconds", "0.05", "--workers", "0,2"]) == 1
@@ -89,7 +86,7 @@ def test_what_was_measured_is_shown_before_the_problem(folder: Path, capsys: pyt
     assert "program.py:make_loader with 2 workers raised AssertionError: none today (program.py:5)" in told.err
 
 
-def test_the_bundled_loop(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bundled_loop(folder, capsys):
     (folder / "tokens").mkdir()
     np.arange(4001, dtype="<u2").tofile(folder / "tokens" / TOKENS)
     meta = TokenMeta(dtype="uint16", count=4001, vocab_size=4001, eos_id=0, sources=1, digest="d")
@@ -140,9 +137,7 @@ def test_the_bundled_loop(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--config", "nowhere.toml"], 3, "no configuration file nowhere.toml"),
     ],
 )
-def test_wrong_usage(
-    folder: Path, arguments: list[str], code: int, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage(folder, arguments, code, complaint, capsys):
     journal(folder / "young", ("first_step", 100.0, 1))
     assert main(["probe", "loader", *arguments]) == code
     told = capsys.readouterr()
@@ -165,7 +160,7 @@ def test_wrong_usage(
         ("virtiofs", 2e9, "perhaps shared with other nodes: too much"),
     ],
 )
-def test_what_a_node_reads_from_a_shared_file_system(kind: str, rate: float, text: str) -> None:
+def test_what_a_node_reads_from_a_shared_file_system(kind, rate, text):
     mount = Mount(1, "/data", kind, "server", ())
     found = _reading_text({"bytes_per_second": rate}, Need(1), (mount, FAMILIES[kind]))
     assert found is not None
@@ -173,13 +168,11 @@ def test_what_a_node_reads_from_a_shared_file_system(kind: str, rate: float, tex
     assert _reading_text({"bytes_per_second": rate}, Need(1), None) is None
 
 
-def test_notes_say_what_the_numbers_are_worth(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def one(rate: float, stored: int | None, called: int | None) -> Pass:
+def test_notes_say_what_the_numbers_are_worth(monkeypatch, capsys):
+    def one(rate, stored, called):
         return Pass(0.1, Weight(int(rate), int(rate), 10**6), 1.0, int(rate), int(rate), called, stored, False)
 
-    def told(cold: Pass, warm: Pass, dropped: int = 1) -> str:
+    def told(cold, warm, dropped=1):
         found = Probed([Measurement(2, cold, warm)], dropped=dropped)
         monkeypatch.setattr("ckptman.data.probe.probe_loader", lambda *given: found)
         main(["probe", "loader", "program.py:make_loader", "--steps-per-second", "100"])
@@ -195,15 +188,15 @@ def test_notes_say_what_the_numbers_are_worth(
     assert "only the first epoch is slow" in told(one(50, 10**9, 10**9), one(200, 0, 10**9))
 
 
-def test_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*given: object) -> None:
+def test_ctrl_c_ends_it(monkeypatch):
+    def interrupted(*given):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ckptman.io.isolated_process.IsolatedProcess.receive", interrupted)
     assert main(["probe", "loader", "program.py:make_loader"]) == 130
 
 
-def test_torch_is_not_imported_by_what_waits(folder: Path) -> None:
+def test_torch_is_not_imported_by_what_waits(folder):
     import subprocess
 
     code = (

@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +11,7 @@ from tests.helpers.checkpoints import commit, steps_of
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """Steps 100 to 500; the loss is lowest at 200, the accuracy highest at 300; and what two crashes left."""
     for step, loss, accuracy in ((100, 3.0, 0.1), (200, 1.0, 0.2), (300, 2.0, 0.9), (400, 4.0, 0.3), (500, 5.0, 0.4)):
         commit(tmp_path, step, time_seconds=time.time(), metrics={"loss": loss, "accuracy": accuracy})
@@ -25,7 +21,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _kept(root: Path) -> list[int]:
+def _kept(root):
     return steps_of(Catalog(root).scan())
 
 
@@ -47,15 +43,13 @@ def _kept(root: Path) -> list[int]:
         (["--keep-last", "3", "--max-bytes", "1300B", "--jobs", "1"], [400, 500]),
     ],
 )
-def test_what_a_rule_keeps_stays_and_the_rest_goes(options: list[str], kept: list[int], root: Path) -> None:
+def test_what_a_rule_keeps_stays_and_the_rest_goes(options, kept, root):
     assert main(["prune", str(root), *options]) == 0
     assert _kept(root) == kept
     assert Catalog(root).leftovers() == []
 
 
-def test_each_line_has_its_reason_and_the_end_says_what_was_freed(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_line_has_its_reason_and_the_end_says_what_was_freed(root, capsys):
     assert main(["prune", str(root), "--keep-last", "1", "--keep-best", "loss"]) == 0
     lines = [line.split(maxsplit=5) for line in capsys.readouterr().out.splitlines()]
     assert lines[1][:3] == ["delete", "step", "100"]
@@ -68,7 +62,7 @@ def test_each_line_has_its_reason_and_the_end_says_what_was_freed(
     assert " ".join(lines[-1]).startswith("Deleted 3 of 5 checkpoints and 2 leftovers: ")
 
 
-def test_a_dry_run_is_the_same_plan_and_touches_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_is_the_same_plan_and_touches_nothing(root, capsys):
     before = sorted(root.rglob("*"))
     plans = []
     for option in (["--dry-run"], []):
@@ -83,26 +77,24 @@ def test_a_dry_run_is_the_same_plan_and_touches_nothing(root: Path, capsys: pyte
     assert real["freed_bytes"] > 2048
 
 
-def test_pruning_twice_finds_nothing_more(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pruning_twice_finds_nothing_more(root, capsys):
     assert main(["prune", str(root), "--keep-last", "2"]) == 0
     capsys.readouterr()
     assert main(["prune", str(root), "--leftovers"]) == 0
     assert capsys.readouterr().out == "Nothing to delete: 2 checkpoints, no leftovers.\n"
 
 
-def test_what_is_incomplete_is_neither_counted_nor_touched(root: Path) -> None:
+def test_what_is_incomplete_is_neither_counted_nor_touched(root):
     broken = Catalog(root).entry(500).path
     (broken / "__0_0.distcp").unlink()
     assert main(["prune", str(root), "--keep-last", "1"]) == 0
     assert sorted(_kept(root)) == [400, 500]
 
 
-def test_a_removal_that_fails_is_told_and_can_be_repeated(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_removal_that_fails_is_told_and_can_be_repeated(root, monkeypatch, capsys):
     from ckptman.io.durable_files import Disk
 
-    def refuse(self: Disk, source: Path, target: Path) -> None:
+    def refuse(self, source, target):
         raise PermissionError(13, "Permission denied", str(source))
 
     with monkeypatch.context() as patch:
@@ -113,12 +105,12 @@ def test_a_removal_that_fails_is_told_and_can_be_repeated(
     assert _kept(root) == [500]
 
 
-def test_a_root_without_checkpoints_is_no_error_whatever_the_metric(tmp_path: Path) -> None:
+def test_a_root_without_checkpoints_is_no_error_whatever_the_metric(tmp_path):
     run_folder(tmp_path).mkdir()
     assert main(["prune", str(tmp_path), "--keep-best", "loss"]) == 0
 
 
-def test_a_second_prune_of_this_host_waits(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_second_prune_of_this_host_waits(root, monkeypatch, capsys):
     run_folder(root).mkdir(exist_ok=True)
     monkeypatch.setattr(prune, "LOCK_SECONDS", 0.1)
     with prune.one_at_a_time(root):

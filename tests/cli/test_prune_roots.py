@@ -1,7 +1,5 @@
 """`ckptman prune` over several roots, with the rules of the run, and what it refuses to touch; pins."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ from ckptman.catalog.pins import PINNED, read_pin
 from ckptman.catalog.reader_lease import lease
 from ckptman.catalog.stored_policy import read_policy, write_policy
 from ckptman.catalog.verified import VERIFIED
-from ckptman.catalog.writer_lock import Owner, owner_path, this_process
+from ckptman.catalog.writer_lock import owner_path, this_process
 from ckptman.cli import console
 from ckptman.cli.app import main
 from ckptman.format.paths import retention_path, run_folder, step_folder
@@ -27,17 +24,17 @@ from tests.helpers import unprivileged
 from tests.helpers.checkpoints import commit, steps_of
 
 
-def make(root: Path, *steps: int) -> Path:
+def make(root, *steps):
     for step in steps:
         commit(root, step, metrics={"loss": 1000 / step, "nan": float("nan")})
     return root
 
 
-def kept(root: Path) -> list[int]:
+def kept(root):
     return steps_of(Catalog(root).scan())
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+def said(capsys, *arguments):
     capsys.readouterr()
     assert main(["prune", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -46,7 +43,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 # ---- several roots ---------------------------------------------------------------------------------------------------
 
 
-def test_a_pattern_that_the_shell_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pattern_that_the_shell_left_alone(tmp_path, capsys):
     roots = [make(tmp_path / "runs" / name / "checkpoints", 100, 200, 300) for name in ("a", "b")]
     assert main(["prune", f"{tmp_path}/runs/*/checkpoints", "--keep-last", "1"]) == 0
     assert [kept(root) for root in roots] == [[300], [300]]
@@ -56,9 +53,7 @@ def test_a_pattern_that_the_shell_left_alone(tmp_path: Path, capsys: pytest.Capt
     assert "freed" in told.splitlines()[-1]
 
 
-def test_the_shape_of_the_json_depends_on_how_it_was_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_shape_of_the_json_depends_on_how_it_was_asked_for(tmp_path, capsys):
     root = make(tmp_path / "runs" / "a", 100, 200)
     assert said(capsys, str(root), "--keep-last", "1", "--dry-run")["root"] == str(root)
     (one,) = said(capsys, f"{tmp_path}/runs/*", "--keep-last", "1", "--dry-run")
@@ -67,19 +62,17 @@ def test_the_shape_of_the_json_depends_on_how_it_was_asked_for(
     assert [each["root"] for each in said(capsys, str(root), str(other), "--keep-last", "1")] == [str(root), str(other)]
 
 
-def test_a_root_that_is_named_twice_is_pruned_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_root_that_is_named_twice_is_pruned_once(tmp_path, capsys):
     root = make(tmp_path / "root", 100, 200)
     (tmp_path / "link").symlink_to(root)
     assert len(said(capsys, str(root), f"{tmp_path}/*", "--keep-last", "1")) == 1
 
 
-def test_one_that_cannot_be_pruned_keeps_the_others_from_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_cannot_be_pruned_keeps_the_others_from_nothing(tmp_path, monkeypatch, capsys):
     roots = [make(tmp_path / name, 100, 200) for name in ("a", "b", "c")]
     listdir = os.listdir
 
-    def refuse(path: Any) -> list[str]:
+    def refuse(path):
         if Path(path) == roots[1]:
             raise PermissionError(13, "Permission denied", str(path))
         return listdir(path)
@@ -97,7 +90,7 @@ def test_one_that_cannot_be_pruned_keeps_the_others_from_nothing(
     assert [kept(root) for root in roots] == [[200], [100, 200], [200]]
 
 
-def test_a_root_without_permission(tmp_path: Path) -> None:
+def test_a_root_without_permission(tmp_path):
     roots = [make(tmp_path / name, 100, 200) for name in ("a", "b", "c")]
     roots[1].chmod(0)
     try:
@@ -111,7 +104,7 @@ def test_a_root_without_permission(tmp_path: Path) -> None:
     assert [kept(root) for root in roots] == [[200], [100, 200], [200]]
 
 
-def test_a_checkpoint_that_may_not_be_removed_stays_and_what_was_freed_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_that_may_not_be_removed_stays_and_what_was_freed_is_told(tmp_path):
     roots = [make(tmp_path / name, 100, 200, 300) for name in ("a", "b")]
     stuck = roots[0] / step_folder(100)
     before = {path.name: path.read_bytes() for path in stuck.iterdir()}
@@ -136,7 +129,7 @@ def test_a_checkpoint_that_may_not_be_removed_stays_and_what_was_freed_is_told(t
     assert [kept(root) for root in roots] == [[300], [300]]
 
 
-def test_folders_with_the_names_of_files_stop_no_prune(tmp_path: Path) -> None:
+def test_folders_with_the_names_of_files_stop_no_prune(tmp_path):
     root = make(tmp_path / "root", 100, 200)
     strange = [run_folder(root) / name for name in ("lease-00000003.json", "outcome.json.tmp-1-0123abcd")]
     for path in strange:
@@ -147,15 +140,13 @@ def test_folders_with_the_names_of_files_stop_no_prune(tmp_path: Path) -> None:
     assert all(path.is_dir() for path in strange)
 
 
-def test_a_pattern_that_matches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pattern_that_matches_nothing(tmp_path, capsys):
     (tmp_path / "a-file").touch()
     assert main(["prune", f"{tmp_path}/a-*", "--keep-last", "1"]) == 3
     assert "no folder matches" in capsys.readouterr().err
 
 
-def test_an_empty_root_is_not_the_folder_we_are_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_root_is_not_the_folder_we_are_in(tmp_path, monkeypatch, capsys):
     root = make(tmp_path / "root", 100, 200)
     monkeypatch.chdir(root)
     assert main(["prune", "", "--keep-last", "1"]) == 2
@@ -165,7 +156,7 @@ def test_an_empty_root_is_not_the_folder_we_are_in(
     assert kept(root) == [200]
 
 
-def test_a_folder_with_a_bracket_in_its_name(tmp_path: Path) -> None:
+def test_a_folder_with_a_bracket_in_its_name(tmp_path):
     root = make(tmp_path / "run[1]", 100, 200)
     make(tmp_path / "run1", 100, 200)
     assert main(["prune", str(root), "--keep-last", "1"]) == 0
@@ -176,7 +167,7 @@ def test_a_folder_with_a_bracket_in_its_name(tmp_path: Path) -> None:
 # ---- the rules of the run --------------------------------------------------------------------------------------------
 
 
-def test_without_options_the_rules_of_the_run_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_options_the_rules_of_the_run_count(tmp_path, capsys):
     first, second = make(tmp_path / "a", 100, 200, 300), make(tmp_path / "b", 100, 200, 300)
     for root, policy in ((first, KeepLast(2)), (second, KeepBest("loss", mode="max") | KeepLast(1))):
         run_folder(root).mkdir()
@@ -187,9 +178,7 @@ def test_without_options_the_rules_of_the_run_count(tmp_path: Path, capsys: pyte
     assert kept(second) == [300]
 
 
-def test_a_run_that_keeps_everything_and_a_limit_in_percent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_keeps_everything_and_a_limit_in_percent(tmp_path, capsys, monkeypatch):
     from ckptman.doctor import quota
 
     root = make(tmp_path / "root", 100, 200, 300)
@@ -204,14 +193,14 @@ def test_a_run_that_keeps_everything_and_a_limit_in_percent(
     assert kept(root) == [200, 300]
 
 
-def test_no_rules_at_all_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_rules_at_all_are_refused(tmp_path, capsys):
     root = make(tmp_path / "root", 100, 200)
     assert main(["prune", str(root)]) == 2
     assert "so there are no rules: say what to keep, with options such as --keep-last 3" in capsys.readouterr().err
     assert kept(root) == [100, 200]
 
 
-def test_a_slip_in_the_rules_of_the_run_deletes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slip_in_the_rules_of_the_run_deletes_nothing(tmp_path, capsys):
     root = make(tmp_path / "root", 100, 200, 300)
     run_folder(root).mkdir()
     write_policy(root, KeepLast(1) | KeepBest("lozz", 3))
@@ -226,12 +215,12 @@ def test_a_slip_in_the_rules_of_the_run_deletes_nothing(tmp_path: Path, capsys: 
 
 
 class Own(RetentionPolicy):
-    def keeps(self, records: Any) -> dict[int, str]:
+    def keeps(self, records):
         return {}
 
 
 @pytest.mark.parametrize("stored", ["own", "rubbish", "newer", "link", "empty"])
-def test_rules_that_cannot_be_used_are_refused(tmp_path: Path, stored: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_that_cannot_be_used_are_refused(tmp_path, stored, capsys):
     root = make(tmp_path / "root", 100, 200)
     run_folder(root).mkdir()
     path = retention_path(root)
@@ -248,7 +237,7 @@ def test_rules_that_cannot_be_used_are_refused(tmp_path: Path, stored: str, caps
     assert kept(root) == [100, 200]
 
 
-def test_what_is_stored_is_written_where_it_changed(tmp_path: Path) -> None:
+def test_what_is_stored_is_written_where_it_changed(tmp_path):
     run_folder(tmp_path).mkdir()
     write_policy(tmp_path, KeepLast(3))
     before = retention_path(tmp_path).stat()
@@ -289,16 +278,14 @@ def test_what_is_stored_is_written_where_it_changed(tmp_path: Path) -> None:
         (["--keep-last", "1", "--files-per-second", "0"], "--files-per-second must be"),
     ],
 )
-def test_options_that_cannot_be_meant(
-    tmp_path: Path, options: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_cannot_be_meant(tmp_path, options, text, capsys):
     root = make(tmp_path / "root", 100, 200)
     assert main(["prune", str(root), *options]) == 2
     assert text in capsys.readouterr().err
     assert kept(root) == [100, 200]
 
 
-def test_a_folder_that_is_no_root_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_root_is_refused(tmp_path, capsys):
     for name in ("step-7", "step-00000001000", "STEP-0000000100", "step-0000000100.bak", "epoch-3"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.pt").touch()
@@ -312,16 +299,14 @@ def test_a_folder_that_is_no_root_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert main(["prune", str(tmp_path / "file"), "--keep-last", "1"]) == 10
 
 
-def test_one_checkpoint_is_no_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_checkpoint_is_no_root(tmp_path, capsys):
     root = make(tmp_path / "root", 100)
     assert main(["prune", str(root / step_folder(100)), "--keep-last", "1"]) == 2
     assert "is one checkpoint, not a root" in capsys.readouterr().err
     assert kept(root) == [100]
 
 
-def test_what_plain_dcp_wrote_makes_a_root_and_is_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_plain_dcp_wrote_makes_a_root_and_is_left_alone(tmp_path, capsys):
     (tmp_path / "step-100").mkdir()
     (tmp_path / "step-100" / ".metadata").touch()
     assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
@@ -329,7 +314,7 @@ def test_what_plain_dcp_wrote_makes_a_root_and_is_left_alone(
     assert (tmp_path / "step-100" / ".metadata").exists()
 
 
-def test_names_that_only_look_like_steps_and_links_are_left_alone(tmp_path: Path) -> None:
+def test_names_that_only_look_like_steps_and_links_are_left_alone(tmp_path):
     precious = make(tmp_path / "precious", 1, 2, 3)
     root = make(tmp_path / "root", 100, 200)
     for name in ("step-0000000050.tmp", "step-50", "step-0000000300.tmp-", "step-0000000100.backup-1"):
@@ -347,7 +332,7 @@ def test_names_that_only_look_like_steps_and_links_are_left_alone(tmp_path: Path
     }
 
 
-def test_copies_that_people_made_are_no_leftovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copies_that_people_made_are_no_leftovers(tmp_path, capsys):
     root = make(tmp_path / "root", 30, 40)
     own = [f"{step_folder(30)}.{tag}" for tag in ("old-best", "old-1", "tmp-mine", "trash-1", "old-20261122")]
     own += [f"{step_folder(40)}.tmp-rsync", f"{step_folder(30)}.abandoned-mine"]
@@ -366,9 +351,7 @@ def test_copies_that_people_made_are_no_leftovers(tmp_path: Path, capsys: pytest
     assert {path.name for path in root.iterdir()} == {step_folder(40), *own}
 
 
-def test_a_clock_in_the_future_removes_nothing_that_is_young(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_clock_in_the_future_removes_nothing_that_is_young(tmp_path, capsys):
     now = time.time()
     for step, when in ((100, now - 3 * 86_400), (200, now), (300, now + 400 * 86_400)):
         commit(tmp_path, step, time_seconds=when)
@@ -377,7 +360,7 @@ def test_a_clock_in_the_future_removes_nothing_that_is_young(
     assert "its time is in the future, and counts as now" in capsys.readouterr().out
 
 
-def test_a_limit_that_cannot_be_kept_says_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_that_cannot_be_kept_says_by_how_much(tmp_path, capsys):
     root = make(tmp_path / "root", 100, 200)
     assert main(["pin", str(root), "--step", "100", "--why", "the paper"]) == 0
     assert main(["prune", str(root), "--max-bytes", "100B"]) == 0
@@ -389,7 +372,7 @@ def test_a_limit_that_cannot_be_kept_says_by_how_much(tmp_path: Path, capsys: py
 # ---- readers and leftovers -------------------------------------------------------------------------------------------
 
 
-def test_what_is_being_read_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_being_read_stays(tmp_path, capsys):
     root = make(tmp_path / "root", 100, 200, 300)
     with lease(root, [step_folder(100)], what="verify"):
         assert main(["prune", str(root), "--keep-last", "1"]) == 0
@@ -399,7 +382,7 @@ def test_what_is_being_read_stays(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert kept(root) == [300]
 
 
-def test_a_copy_that_is_being_written_is_no_leftover(tmp_path: Path) -> None:
+def test_a_copy_that_is_being_written_is_no_leftover(tmp_path):
     root = make(tmp_path / "root", 100)
     draft = root / f"{step_folder(200)}.tmp-copy-{'0123abcd' * 2}"
     draft.mkdir()
@@ -410,12 +393,12 @@ def test_a_copy_that_is_being_written_is_no_leftover(tmp_path: Path) -> None:
     assert not draft.exists()
 
 
-def test_leftovers_go_only_when_their_owner_is_provably_gone(tmp_path: Path) -> None:
+def test_leftovers_go_only_when_their_owner_is_provably_gone(tmp_path):
     root = make(tmp_path / "root", 100)
     run_folder(root).mkdir(exist_ok=True)
     me = this_process("run", None)
 
-    def leave(owner: Owner) -> Path:
+    def leave(owner):
         owner_path(root, 1).write_text(owner.model_dump_json() + "\n")
         draft = root / f"{step_folder(200)}.tmp-{owner.nonce}-1"
         draft.mkdir(exist_ok=True)
@@ -432,9 +415,7 @@ def test_leftovers_go_only_when_their_owner_is_provably_gone(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("options", [["--jobs", "3"], ["--files-per-second", "1000"], ["--jobs", "2"]])
-def test_deleting_in_parallel_and_slowly(
-    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deleting_in_parallel_and_slowly(tmp_path, options, capsys):
     root = make(tmp_path / "root", *range(10, 110, 10))
     told = said(capsys, str(root), "--keep-last", "2", *options)
     assert kept(root) == [90, 100]
@@ -445,7 +426,7 @@ def test_deleting_in_parallel_and_slowly(
 # ---- pins ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_pin_keeps_until_it_is_taken_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pin_keeps_until_it_is_taken_off(tmp_path, capsys):
     root = make(tmp_path / "root", 100, 200, 300)
     path = root / step_folder(100)
     assert main(["pin", str(path), "--why", "Table 2"]) == 0
@@ -471,7 +452,7 @@ def test_a_pin_keeps_until_it_is_taken_off(tmp_path: Path, capsys: pytest.Captur
     assert kept(root) == [300]
 
 
-def test_pins_of_a_root_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pins_of_a_root_by_step(tmp_path, capsys):
     root = make(tmp_path / "root", 100, 200)
     assert main(["pin", str(root), "--why", "first"]) == 0
     assert main(["pin", str(root), "--step", "100", "--why", "second"]) == 0
@@ -485,7 +466,7 @@ def test_pins_of_a_root_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["pin", str(tmp_path / "nowhere"), "--why", "x"]) == 3
 
 
-def test_what_is_known_to_be_damaged_is_not_pinned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_known_to_be_damaged_is_not_pinned(tmp_path, capsys):
     root = make(tmp_path / "root", 100, 200)
     file = next((root / step_folder(200)).glob("*.distcp"))
     file.write_bytes(b"\xff" + file.read_bytes()[1:])
@@ -496,7 +477,7 @@ def test_what_is_known_to_be_damaged_is_not_pinned(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"{}", b"\xff", b'{"why": ""}', b"[" * 100_000])
-def test_a_pin_that_cannot_be_read_pins(tmp_path: Path, rubbish: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pin_that_cannot_be_read_pins(tmp_path, rubbish, capsys):
     root = make(tmp_path / "root", 100, 200)
     (root / step_folder(100) / PINNED).write_bytes(rubbish)
     assert main(["prune", str(root), "--keep-last", "1"]) == 0
@@ -504,7 +485,7 @@ def test_a_pin_that_cannot_be_read_pins(tmp_path: Path, rubbish: bytes, capsys: 
     assert "cannot be read" in capsys.readouterr().out
 
 
-def test_what_a_pin_says_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_pin_says_cannot_command_a_terminal(tmp_path, capsys):
     root = make(tmp_path / "root", 100, 200)
     assert main(["pin", str(root), "--step", "100", "--why", "\x1b[2J"]) == 0
     assert main(["prune", str(root), "--keep-last", "1"]) == 0
@@ -512,7 +493,7 @@ def test_what_a_pin_says_cannot_command_a_terminal(tmp_path: Path, capsys: pytes
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_a_reason_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reason_that_is_no_text(tmp_path, capsys):
     root = make(tmp_path / "root", 100, 200)
     odd = os.fsdecode(b"why \xff\xfe")
     assert main(["pin", str(root), "--step", "100", "--why", odd]) == 0
@@ -525,7 +506,7 @@ def test_a_reason_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
 
 
-def test_a_pinned_step_that_is_saved_again_is_still_there(tmp_path: Path) -> None:
+def test_a_pinned_step_that_is_saved_again_is_still_there(tmp_path):
     root = make(tmp_path / "root", 100, 200)
     assert main(["pin", str(root), "--step", "100", "--why", "the paper"]) == 0
     commit(root, 100)

@@ -1,9 +1,6 @@
 """Which checkpoint of a root a verb takes where none is named."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +19,7 @@ NOTE = (
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """Steps 10 to 40; of 20 a metric is infinite, and 30 and 40 hold NaN."""
     root = tmp_path / "run"
     commit(root, 10)
@@ -32,7 +29,7 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_copy_is_of_what_a_restore_takes_and_says_so(root: Path, tmp_path: Path, capsys: Told) -> None:
+def test_a_copy_is_of_what_a_restore_takes_and_says_so(root, tmp_path, capsys):
     (root / "step-0000000050").mkdir()
     assert main(["copy", str(root), str(tmp_path / "a")]) == 0
     assert steps_of(Catalog(tmp_path / "a").complete()) == [20]
@@ -44,25 +41,25 @@ def test_a_copy_is_of_what_a_restore_takes_and_says_so(root: Path, tmp_path: Pat
     assert "not finite" not in capsys.readouterr().err
 
 
-def test_in_an_object_store_it_is_the_same(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told) -> None:
+def test_in_an_object_store_it_is_the_same(root, monkeypatch, capsys):
     monkeypatch.setattr(object_store, "ObjectBackend", lambda url: Catalog(root))
     _, entries = choose_objects("s3://bucket/run", None, False)
     assert ([entry.step for entry in entries], capsys.readouterr().err) == ([20], NOTE)
 
 
-def test_pins_are_set_and_taken_off_where_a_restore_would_look(root: Path, capsys: Told) -> None:
+def test_pins_are_set_and_taken_off_where_a_restore_would_look(root, capsys):
     assert main(["pin", str(root), "--why", "the paper"]) == 0
     assert capsys.readouterr() == ("Pinned step 20: the paper\n", NOTE)
     assert main(["unpin", str(root)]) == 0
     assert capsys.readouterr() == ("Step 20 is no longer pinned.\n", NOTE)
 
 
-def test_a_diff_of_two_roots_is_of_what_restores_take(root: Path, tmp_path: Path, capsys: Told) -> None:
+def test_a_diff_of_two_roots_is_of_what_restores_take(root, tmp_path, capsys):
     assert main(["diff", str(root), str(root / "step-0000000020")]) == 0
     assert capsys.readouterr().err == NOTE
 
 
-def test_verbs_that_show_what_is_not_finite_take_the_newest(root: Path, capsys: Told) -> None:
+def test_verbs_that_show_what_is_not_finite_take_the_newest(root, capsys):
     assert main(["verify", str(root)]) == 0
     told = capsys.readouterr()
     assert told.out.startswith("step 40: good")
@@ -70,7 +67,7 @@ def test_verbs_that_show_what_is_not_finite_take_the_newest(root: Path, capsys: 
     assert told.err == ""
 
 
-def test_where_none_is_finite_it_is_the_newest(tmp_path: Path, capsys: Told) -> None:
+def test_where_none_is_finite_it_is_the_newest(tmp_path, capsys):
     for step in (10, 20):
         commit(tmp_path, step, nonfinite=Nonfinite(tensors=("model.weight",)))
     assert main(["pin", str(tmp_path), "--why", "x"]) == 0

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +9,7 @@ from ckptman.cli.tensors import sharding, tensor_facts
 from tests.helpers.checkpoints import commit
 
 
-def test_the_origin_the_tensors_and_the_values_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_origin_the_tensors_and_the_values_are_shown(tmp_path, capsys):
     commit(tmp_path, 100)
     values = {"epoch": 3, "data": {"position": 1200, "seen": {1, 2}}, "text": "a" * 200}
     commit(tmp_path, 200, ranks=4, restored_from=100, metrics={"loss": 0.25}, values=values)
@@ -37,7 +34,7 @@ def test_the_origin_the_tensors_and_the_values_are_shown(tmp_path: Path, capsys:
     assert max(map(len, out.splitlines())) < 120
 
 
-def test_it_is_told_whether_it_was_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_told_whether_it_was_verified(tmp_path, capsys):
     commit(tmp_path, 100)
     assert main(["show", str(tmp_path)]) == 0
     assert "  verified       -\n" in capsys.readouterr().out
@@ -49,7 +46,7 @@ def test_it_is_told_whether_it_was_verified(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["verified"]["levels"] == ["digests", "coverage"]
 
 
-def test_a_step_or_a_folder_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_or_a_folder_can_be_named(tmp_path, capsys):
     commit(tmp_path, 100)
     commit(tmp_path, 200)
     for arguments in ([str(tmp_path), "--step", "100"], [str(tmp_path / "step-0000000100")]):
@@ -57,7 +54,7 @@ def test_a_step_or_a_folder_can_be_named(tmp_path: Path, capsys: pytest.CaptureF
         assert capsys.readouterr().out.startswith("Step 100: ")
 
 
-def test_a_checkpoint_under_another_name_is_one_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_under_another_name_is_one_too(tmp_path, capsys):
     commit(tmp_path, 100).path.rename(tmp_path / "final")
     assert main(["show", str(tmp_path / "final")]) == 0
     assert capsys.readouterr().out.startswith("Step 100: ")
@@ -71,16 +68,14 @@ def test_a_checkpoint_under_another_name_is_one_too(tmp_path: Path, capsys: pyte
         ("step-0000000100.trash-abcdef00-1", "it was deleted"),
     ],
 )
-def test_a_folder_that_does_not_count_in_a_root_does_not_count_alone(
-    name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_does_not_count_in_a_root_does_not_count_alone(name, why, tmp_path, capsys):
     commit(tmp_path, 100).path.rename(tmp_path / name)
     assert main(["show", str(tmp_path / name)]) == 4
     assert why in capsys.readouterr().err
     assert main(["verify", str(tmp_path / name)]) == 4
 
 
-def test_many_values_of_one_object_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_values_of_one_object_are_cut(tmp_path, capsys):
     commit(tmp_path, 1, values={"optimizer": {f"lr.{i:03d}": i / 10 for i in range(100)}})
     assert main(["show", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -90,9 +85,7 @@ def test_many_values_of_one_object_are_cut(tmp_path: Path, capsys: pytest.Captur
     assert len(json.loads(capsys.readouterr().out)["values"]) == 100
 
 
-def test_json_has_the_manifest_the_tensors_and_the_exact_values(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_manifest_the_tensors_and_the_exact_values(tmp_path, capsys):
     commit(tmp_path, 5, values={"best": float("inf"), "pair": (1, 2)})
     assert main(["show", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -128,13 +121,11 @@ def test_json_has_the_manifest_the_tensors_and_the_exact_values(
         ((0, 4), [], "0 chunks"),
     ],
 )
-def test_sharding_in_words(
-    shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], words: str
-) -> None:
+def test_sharding_in_words(shape, boxes, words):
     assert sharding(shape, boxes) == words
 
 
-def test_bytes_are_those_of_the_elements() -> None:
+def test_bytes_are_those_of_the_elements():
     assert tensor_facts("x", (3, 5), "bfloat16", []).bytes == 30
     assert tensor_facts("x", (3, 5), "float8_e4m3fn", []).bytes == 15
     assert tensor_facts("x", (), "complex128", []).bytes == 16

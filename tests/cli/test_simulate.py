@@ -1,7 +1,5 @@
 """`ckptman simulate`: recorded and random failures, the table, the chart, the picture; and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -21,25 +19,23 @@ HOUR = 3600.0
 Event = dict[str, Any]
 
 
-def played(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+def played(arguments, capsys):
     capsys.readouterr()
     assert main(["simulate", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def by_name(made: Any) -> dict[str, Any]:
+def by_name(made):
     return {each["name"]: each for each in made["policies"]}
 
 
-def read(path: Path) -> Trace:
+def read(path):
     return read_trace(path, lambda written: parse_seconds("a failure", written))
 
 
 @pytest.mark.parametrize("mtbf", ["1h", "10h", "100h"])
 @pytest.mark.parametrize("stall", ["1s", "60s"])
-def test_what_is_derived_is_near_the_best_that_is_found(
-    mtbf: str, stall: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_derived_is_near_the_best_that_is_found(mtbf, stall, capsys):
     made = played(["--mtbf", mtbf, "--stall", stall, "--save", "60s", "--restart", "10min"], capsys)
     policies = by_name(made)
     assert made["failures"] > 3_000
@@ -52,14 +48,14 @@ def test_what_is_derived_is_near_the_best_that_is_found(
         assert each["goodput_low"] <= each["goodput"] <= each["goodput_high"] or made["runs"] < 20
 
 
-def test_the_same_seed_plays_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_seed_plays_the_same(capsys):
     one, again, other = (played(["--mtbf", "5h", "--runs", "3", "--seed", seed], capsys) for seed in ("7", "7", "8"))
     assert one == again
     assert one["seed"] == 7
     assert one["policies"] != other["policies"]
 
 
-def test_the_table_and_the_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_chart(tmp_path, capsys):
     picture = tmp_path / "goodput.svg"
     arguments = ["--mtbf", "5h", "--stall", "30s", "--interval", "2h", "--seed", "3", "--svg", str(picture)]
     assert main(["simulate", *arguments]) == 0
@@ -81,7 +77,7 @@ def test_the_table_and_the_chart(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (tmp_path / "thesis.txt").read_text() == "three years of work"
 
 
-def test_gpus_by_a_published_rate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_by_a_published_rate(capsys):
     made = played(["--gpus", "16384"], capsys)
     assert made["mtbf_seconds"] == pytest.approx(54 * 86400 / 419)
     assert 0.8 < by_name(made)["derived"]["goodput"] < 0.95
@@ -90,7 +86,7 @@ def test_gpus_by_a_published_rate(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- traces ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_trace_of_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_times(tmp_path, capsys):
     trace = tmp_path / "failures.txt"
     trace.write_text("# a run in May\n\n9h  # a node\n3h20min\n7200\nend 1d\n")
     found = read(trace)
@@ -104,7 +100,7 @@ def test_a_trace_of_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (shorter["failures"], shorter["run_seconds"]) == (2, 5 * HOUR)
 
 
-def test_the_last_failure_of_a_trace_without_an_end_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_failure_of_a_trace_without_an_end_counts(tmp_path, capsys):
     trace = tmp_path / "failures.txt"
     trace.write_text("1h\n2h\n3h\n")
     made = played(["--trace", str(trace), "--stall", "1s", "--restart", "1min"], capsys)
@@ -118,7 +114,7 @@ def test_the_last_failure_of_a_trace_without_an_end_counts(tmp_path: Path, capsy
     assert played(["--trace", str(tmp_path)], capsys)["failures"] == 1
 
 
-def test_an_interval_shorter_than_a_save_is_named_as_it_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interval_shorter_than_a_save_is_named_as_it_is_played(capsys):
     arguments = ["--mtbf", "8h", "--stall", "5s", "--save", "60s", "--runs", "3", "--interval", "1s"]
     shortest = by_name(played(arguments, capsys))["every 1 s, held to 60 s"]
     assert shortest["interval_seconds"] == 60
@@ -126,7 +122,7 @@ def test_an_interval_shorter_than_a_save_is_named_as_it_is_played(capsys: pytest
     assert "60 s" in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("every 1 s,"))
 
 
-def test_a_trace_of_dates(tmp_path: Path) -> None:
+def test_a_trace_of_dates(tmp_path):
     trace = tmp_path / "failures.txt"
     trace.write_text("start 2026-05-01T10:00:00\n2026-05-01T12:00:00Z\n2026-05-01 15:00:00+01:00\nend 2026-05-02\n")
     assert read(trace) == Trace((2 * HOUR, 4 * HOUR), 14 * HOUR)
@@ -152,7 +148,7 @@ def test_a_trace_of_dates(tmp_path: Path) -> None:
         ("{torn", "no attempt"),
     ],
 )
-def test_what_is_no_trace_names_the_line(tmp_path: Path, text: str, told: str) -> None:
+def test_what_is_no_trace_names_the_line(tmp_path, text, told):
     trace = tmp_path / "failures.txt"
     trace.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -160,7 +156,7 @@ def test_what_is_no_trace_names_the_line(tmp_path: Path, text: str, told: str) -
     assert told in str(caught.value)
 
 
-def test_what_cannot_be_read_as_a_trace(tmp_path: Path) -> None:
+def test_what_cannot_be_read_as_a_trace(tmp_path):
     with pytest.raises(NotFoundError, match="there is no trace"):
         read(tmp_path / "none")
     with pytest.raises(NotFoundError, match="no journal"):
@@ -172,13 +168,13 @@ def test_what_cannot_be_read_as_a_trace(tmp_path: Path) -> None:
         read(Path("/dev/zero"))
 
 
-def attempt(number: int, start: float, *events: tuple[float, str, dict[str, float]]) -> list[Event]:
+def attempt(number, start, *events):
     """Events of one attempt, at times counted from its start."""
     first = [{"time": start, "event": "attempt_started", "attempt": number}]
     return [*first, *({"time": start + at, "event": name, "attempt": number, **more} for at, name, more in events)]
 
 
-def journal_of_a_run() -> list[Event]:
+def journal_of_a_run():
     """Killed after 100 s, stopped in order after 50 s, failed after 30 s; a fourth attempt is under way for 20 s."""
     saved = (90, "save_durable", {"seconds": 12.0})
     return [
@@ -191,9 +187,7 @@ def journal_of_a_run() -> list[Event]:
     ]
 
 
-def test_a_journal_tells_when_attempts_failed_and_what_saves_cost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_journal_tells_when_attempts_failed_and_what_saves_cost(tmp_path, capsys):
     events = journal_of_a_run()
     expected = Trace((100.0, 180.0), 200.0, save_seconds=12.0, stall_seconds=2.0, restart_seconds=50.0)
     assert trace_of(events, tmp_path) == expected
@@ -206,17 +200,17 @@ def test_a_journal_tells_when_attempts_failed_and_what_saves_cost(
     assert played(["--trace", str(tmp_path), "--restart", "9s"], capsys)["restart_seconds"] == 9
 
 
-def test_a_journal_that_ends_in_a_failure_and_one_with_nonsense(tmp_path: Path) -> None:
+def test_a_journal_that_ends_in_a_failure_and_one_with_nonsense(tmp_path):
     assert trace_of([*attempt(1, 0, (10, "failed", {}))], tmp_path).failures == (10.0,)
     assert trace_of([*attempt(1, 0, (10, "finished", {}))], tmp_path).failures == ()
-    strange: list[Event] = [{"time": "x", "event": "failed"}, {"time": -5, "event": "failed"}, {"event": "failed"}]
+    strange = [{"time": "x", "event": "failed"}, {"time": -5, "event": "failed"}, {"event": "failed"}]
     backwards = [*attempt(1, 50, (10, "save_begun", {})), {"time": 3, "event": "save_begun"}, *strange]
     assert trace_of(backwards, tmp_path) == Trace((), 10.0)
     with pytest.raises(ConfigError, match="no attempt yet"):
         trace_of(strange, tmp_path)
 
 
-def test_the_journal_of_a_real_run_is_a_trace(tmp_path: Path) -> None:
+def test_the_journal_of_a_real_run_is_a_trace(tmp_path):
     clock = iter([0.0, 5.0, 30.0, 100.0, 160.0])
     journal = Journal(tmp_path / "journal.jsonl", clock=lambda: next(clock))
     for event in ("attempt_started", "first_step", "save_begun", "attempt_started", "finished"):
@@ -225,7 +219,7 @@ def test_the_journal_of_a_real_run_is_a_trace(tmp_path: Path) -> None:
     assert read(tmp_path / "journal.jsonl") == Trace((30.0,), 90.0)
 
 
-def test_random_traces_are_played_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_traces_are_played_whole(tmp_path, capsys):
     print("seed 5")
     generator = random.Random(5)
     times = sorted(generator.uniform(0, 30 * 86400) for _ in range(200))
@@ -241,7 +235,7 @@ def test_random_traces_are_played_whole(tmp_path: Path, capsys: pytest.CaptureFi
 LARGE = ["--mtbf", "8h", "--stall", "0.2s", "--save", "84s", "--restart", "50min"]
 
 
-def test_memory_and_restarts_in_place_are_played_on_the_same_failures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_and_restarts_in_place_are_played_on_the_same_failures(capsys):
     alone = played(LARGE, capsys)
     made = played([*LARGE, "--memory", "--restart-in-place", "2min"], capsys)
     policies = by_name(made)
@@ -257,7 +251,7 @@ def test_memory_and_restarts_in_place_are_played_on_the_same_failures(capsys: py
     assert [each["name"] for each in played([*LARGE, "--memory"], capsys)["policies"]][-1] == "with memory"
 
 
-def test_what_memory_survives_nothing_of_is_played_as_disk_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_memory_survives_nothing_of_is_played_as_disk_alone(capsys):
     arguments = ["--memory-interval", "10min", "--restart-in-place", "1min"]
     none = by_name(played([*LARGE, "--survived", "0", *arguments], capsys))
     assert none["restarts in place"]["lost_seconds"] == pytest.approx(none["derived"]["lost_seconds"], rel=0.02)
@@ -267,7 +261,7 @@ def test_what_memory_survives_nothing_of_is_played_as_disk_alone(capsys: pytest.
     assert found == sorted(found)
 
 
-def test_the_table_says_how_memory_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_how_memory_is_played(capsys):
     assert main(["simulate", *LARGE, "--runs", "3", "--memory-save", "30s", "--restart-in-place", "2min"]) == 0
     out = capsys.readouterr().out
     assert "\nwith memory: every 30 s, counts after 30 s; 90 % of the failures restart in 51.4 min\n" in out
@@ -275,7 +269,7 @@ def test_the_table_says_how_memory_is_played(capsys: pytest.CaptureFixture[str])
     assert " %  restarts in place\n" in out
 
 
-def test_a_trace_is_played_with_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_is_played_with_memory(tmp_path, capsys):
     (tmp_path / "t").write_text("30h\n50h\nend 60h\n")
     one, again = (played(["--trace", str(tmp_path / "t"), "--memory"], capsys) for _ in range(2))
     assert one == again
@@ -308,7 +302,7 @@ def test_a_trace_is_played_with_memory(tmp_path: Path, capsys: pytest.CaptureFix
         (["--trace", "none.txt"], "there is no trace none.txt"),
     ],
 )
-def test_what_cannot_be_is_one_clear_error(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_one_clear_error(arguments, told, capsys):
     assert main(["simulate", *arguments]) in (2, 3)
     output = capsys.readouterr()
     assert output.out == ""
@@ -316,14 +310,14 @@ def test_what_cannot_be_is_one_clear_error(arguments: list[str], told: str, caps
     assert len(output.err.splitlines()) == 1
 
 
-def test_options_that_a_trace_excludes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_a_trace_excludes(tmp_path, capsys):
     (tmp_path / "t").write_text("3h\n")
     for option, value, told in (("--runs", "2", "is one run"), ("--length", "4h", "the trace ends after 3 h")):
         assert main(["simulate", "--trace", str(tmp_path / "t"), option, value]) == 2
         assert told in capsys.readouterr().err
 
 
-def test_a_machine_that_fails_faster_than_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_that_fails_faster_than_it_starts(capsys):
     made = played(["--mtbf", "1min", "--restart", "2h", "--length", "1d", "--runs", "2"], capsys)
     assert by_name(made)["derived"]["goodput"] < 0.01
     assert main(["simulate", "--mtbf", "1min", "--restart", "2h", "--length", "1d", "--runs", "2"]) == 0

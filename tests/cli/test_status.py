@@ -1,14 +1,11 @@
 """`ckptman status` and `ckptman report`: what they print, and one clear line where there is nothing to say."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,12 +15,12 @@ from tests.monitoring.invented_run import invented
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     run = invented(5)
     return make_root(tmp_path / "root", run.events, [run.durable_step], ago_seconds=60)
 
 
-def test_one_run_in_full_and_several_in_a_table(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_in_full_and_several_in_a_table(root, capsys):
     assert main(["status", str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{root}: finished, SIGTERM on rank 0"
@@ -35,21 +32,21 @@ def test_one_run_in_full_and_several_in_a_table(root: Path, capsys: pytest.Captu
     assert told[3].startswith(f"{root.parent / 'gone'}: ")
 
 
-def test_status_for_programs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_for_programs(root, capsys):
     assert main(["status", str(root), "--json"]) == 0
     [facts] = json.loads(capsys.readouterr().out)
     assert (facts["state"], facts["checkpoints"], facts["trouble"]) == ("finished", 1, "")
 
 
 @pytest.mark.parametrize("verb", ["status", "report"])
-def test_there_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_there_is_no_run(tmp_path, capsys, verb):
     assert main([verb, str(tmp_path / "gone")]) == 3
     told = capsys.readouterr().err
     assert str(tmp_path / "gone") in told
     assert told.count("\n") == 1
 
 
-def test_where_the_hours_went(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_the_hours_went(root, tmp_path, capsys):
     page = tmp_path / "out/report.html"
     assert main(["report", str(root), "--html", str(page)]) == 0
     out = capsys.readouterr().out
@@ -63,16 +60,14 @@ def test_where_the_hours_went(root: Path, tmp_path: Path, capsys: pytest.Capture
     assert "all 2 runs" in capsys.readouterr().out
 
 
-def test_torn_lines_are_said_and_left_out(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torn_lines_are_said_and_left_out(root, capsys):
     journal = root / ".ckptman/journal.jsonl"
     journal.write_text('{"time": 1, "eve\n\x00\x00\x00\n' + journal.read_text() + '{"time": 3')
     assert main(["report", str(root)]) == 0
     assert "note: 3 of the lines of its journal cannot be read, and are left out" in capsys.readouterr().out
 
 
-def test_without_matplotlib_there_is_no_page_and_all_else(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_there_is_no_page_and_all_else(root, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(root), "--html", str(tmp_path / "page.html")]) == 2
     assert "pip install 'ckptman[report]'" in capsys.readouterr().err
@@ -83,7 +78,7 @@ def test_without_matplotlib_there_is_no_page_and_all_else(
 WATCHING = "import sys; from ckptman.cli.app import main; sys.exit(main(sys.argv[1:]))"
 
 
-def test_a_root_that_vanishes_while_it_is_watched(root: Path) -> None:
+def test_a_root_that_vanishes_while_it_is_watched(root):
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", WATCHING, "status", str(root), "--watch", "--every", "0.2s"]
     watching = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "100"})
@@ -105,7 +100,7 @@ def test_a_root_that_vanishes_while_it_is_watched(root: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["report"], ["report", "--html", "page.html"]])
-def test_no_torch(root: Path, tmp_path: Path, arguments: list[str]) -> None:
+def test_no_torch(root, tmp_path, arguments):
     text = "import sys; from ckptman.cli.app import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     command = [sys.executable, "-c", text, *arguments, str(root)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=60)

@@ -1,11 +1,6 @@
 """The chain is tested with its scheduler; here: what is written on the command line arrives, and what comes back."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
-
-import pytest
 
 from ckptman.cli.app import main
 
@@ -19,7 +14,7 @@ sys.exit(codes[min(number, len(codes) - 1)])
 """
 
 
-def _submit(folder: Path, codes: str, *options: str) -> tuple[int, int]:
+def _submit(folder, codes, *options):
     """Submit a command whose attempts end with these codes: the exit code, and how often it ran."""
     seen = folder / "seen"
     command = ["submit", "--scheduler", "local", "--chain-dir", str(folder / "chain"), *options]
@@ -27,32 +22,30 @@ def _submit(folder: Path, codes: str, *options: str) -> tuple[int, int]:
     return code, len(seen.read_text()) if seen.exists() else 0
 
 
-def test_a_stop_and_a_crash_start_the_next_attempt_and_the_end_ends_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stop_and_a_crash_start_the_next_attempt_and_the_end_ends_it(tmp_path, capsys):
     assert _submit(tmp_path, "75,1,0") == (0, 3)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert all(line.startswith("ckptman: ") for line in lines)
 
 
-def test_a_crash_loop_ends_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_crash_loop_ends_with_the_reason(tmp_path, capsys):
     assert _submit(tmp_path, "1", "--crash-limit", "2") == (8, 2)
     told = capsys.readouterr().err
     assert told.startswith("Error: the chain ends: 2 attempts in a row crashed")
 
 
-def test_a_loop_of_stops_ends_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_of_stops_ends_with_the_reason(tmp_path, capsys):
     assert _submit(tmp_path, "75", "--stall-limit", "2") == (8, 2)
     told = capsys.readouterr().err
     assert told.startswith("Error: the chain ends: 2 attempts in a row ended with no new checkpoint")
 
 
-def test_no_more_attempts_than_were_allowed(tmp_path: Path) -> None:
+def test_no_more_attempts_than_were_allowed(tmp_path):
     assert _submit(tmp_path, "75", "--max-attempts", "2") == (75, 2)
 
 
-def test_options_behind_the_command_are_its_own(tmp_path: Path) -> None:
+def test_options_behind_the_command_are_its_own(tmp_path):
     seen = tmp_path / "seen"
     program = [sys.executable, "-S", "-c", "import sys; open(sys.argv[1], 'w').write(' '.join(sys.argv[2:]))"]
     options = ["--scheduler", "local", "--chain-dir", str(tmp_path / "chain")]
@@ -61,13 +54,13 @@ def test_options_behind_the_command_are_its_own(tmp_path: Path) -> None:
     assert seen.read_text() == "--crash-limit x -- y"
 
 
-def test_the_chain_has_a_folder_of_its_own_unless_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chain_has_a_folder_of_its_own_unless_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["submit", "--scheduler", "local", "--", "true"]) == 0
     assert len(list((tmp_path / "ckptman-chains").iterdir())) == 1
 
 
-def test_a_command_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_does_not_exist_is_refused(tmp_path, capsys):
     arguments = ["submit", "--scheduler", "local", "--chain-dir", str(tmp_path / "chain"), "--", "no-such-program-here"]
     assert main(arguments) == 8
     assert "cannot start 'no-such-program-here'" in capsys.readouterr().err

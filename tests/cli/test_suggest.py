@@ -11,7 +11,7 @@ from tests.helpers.checkpoints import commit
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch):
     """Return `runs/first/checkpoints`, from where the working directory is, with one checkpoint."""
     commit(tmp_path / "runs/first/checkpoints", 10)
     monkeypatch.chdir(tmp_path)
@@ -49,6 +49,6 @@ def test_where_nothing_is_alike_nothing_is_said(command: str, root: Path, capsys
     assert told.count("\n") == 1
 
 
-def test_a_listing_of_the_folder_above_names_the_root(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_listing_of_the_folder_above_names_the_root(root, capsys):
     assert main(["list", "runs/first"]) == 0
     assert capsys.readouterr().out.endswith("Did you mean runs/first/checkpoints?\n")

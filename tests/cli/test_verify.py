@@ -1,7 +1,5 @@
 """`ckptman verify`: what it says of each kind of checkpoint, what it remembers, and how it ends."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -10,15 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from ckptman import __version__
-from ckptman.catalog.catalog import Catalog, Entry
+from ckptman.catalog.catalog import Catalog
 from ckptman.cli import verify_checks, verify_process
 from ckptman.cli.app import main
 from ckptman.cli.verify import parse_mesh, parse_world_sizes
@@ -32,7 +27,7 @@ from ckptman.verify.reports import LoadReport, PlanReport
 from tests.helpers.checkpoints import commit, flip_byte, index_files, note_in
 
 
-def _rewrite(entry: Entry, name: str, data: bytes) -> None:
+def _rewrite(entry, name, data):
     """Put other bytes in a file of a checkpoint, with digests that are right."""
     manifest = Catalog(entry.path.parent).entry(entry.step).require_manifest()
     (entry.path / name).write_bytes(data)
@@ -40,7 +35,7 @@ def _rewrite(entry: Entry, name: str, data: bytes) -> None:
     (entry.path / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).to_json())
 
 
-def _change(entry: Entry, step: int) -> None:
+def _change(entry, step):
     """Other values in every data file, as training would leave."""
     from tests.helpers.checkpoints import blocks_of
 
@@ -52,13 +47,11 @@ def _change(entry: Entry, step: int) -> None:
 
 
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def loads(monkeypatch):
     """Stands in for real processes: what they are asked for, and what they answer."""
-    asked: dict[str, Any] = {"problems": {}}
+    asked = {"problems": {}}
 
-    def load_on(
-        path: Path, sizes: list[int], mesh: Any = None, done: Any = None, allow: Any = ()
-    ) -> Iterator[LoadReport]:
+    def load_on(path, sizes, mesh=None, done=None, allow=()):
         asked["load"] = (path, sizes, mesh)
         for size in [*sizes, *([mesh[0] * mesh[1]] if mesh else [])]:
             if isinstance(found := asked["problems"].get(size, []), Exception):
@@ -69,7 +62,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             left_out = asked.get("left_out", [])
             yield LoadReport(size, found, asked.get("not_tried", {}).get(size, ""), left_out, waves)
 
-    def plan_on(path: Path, sizes: list[int], *more: Any) -> Iterator[PlanReport]:
+    def plan_on(path, sizes, *more):
         asked["plan"] = (path, sizes, *more)
         for size in sizes:
             seconds = None if more[0] is None else 2**30 / more[0]
@@ -80,7 +73,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return asked
 
 
-def test_a_good_one_is_proved_and_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_good_one_is_proved_and_said_to_be(tmp_path, capsys):
     commit(tmp_path, 100)
     _change(commit(tmp_path, 200), 200)
     assert main(["verify", str(tmp_path)]) == 0
@@ -100,7 +93,7 @@ def test_a_good_one_is_proved_and_said_to_be(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "blocks-00001.bin", "chunks.bin", "index.json", ".metadata"])
-def test_one_changed_byte_in_any_file_is_found(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_changed_byte_in_any_file_is_found(name, tmp_path, capsys):
     entry = commit(tmp_path, 100)
     flip_byte(entry.path / name)
     assert main(["verify", str(tmp_path), "--threads", "1"]) == 4
@@ -110,15 +103,13 @@ def test_one_changed_byte_in_any_file_is_found(name: str, tmp_path: Path, capsys
     assert "1 of 1 checkpoint damaged or incomplete: step 100" in told.err
 
 
-def test_a_changed_manifest_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_manifest_is_damage(tmp_path, capsys):
     flip_byte(commit(tmp_path, 100).path / "manifest.json")
     assert main(["verify", str(tmp_path)]) == 4
     assert "manifest.json does not match its digest" in capsys.readouterr().out
 
 
-def test_all_of_a_root_are_looked_at_whatever_the_first_ones_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_of_a_root_are_looked_at_whatever_the_first_ones_are(tmp_path, capsys):
     for step in (100, 200, 300):
         commit(tmp_path, step)
     flip_byte(tmp_path / "step-0000000100" / "__1_0.distcp")
@@ -138,7 +129,7 @@ def test_all_of_a_root_are_looked_at_whatever_the_first_ones_are(
     assert "2 of 3 checkpoints damaged or incomplete: step 100, step 200" in told.err
 
 
-def test_json_has_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_everything(tmp_path, capsys):
     entry = commit(tmp_path, 100, rows=8192)
     assert main(["verify", str(tmp_path), "--json"]) == 0
     (good,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["checkpoints"]
@@ -177,9 +168,7 @@ def test_json_has_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_a_tensor_with_a_hole_is_damaged_though_every_byte_is_right(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tensor_with_a_hole_is_damaged_though_every_byte_is_right(tmp_path, capsys):
     entry = commit(tmp_path, 100)
     index = Index.model_validate_json((entry.path / INDEX).read_bytes())
     half = index.tensors["model.weight"].model_copy(update={"count": 1})
@@ -188,12 +177,12 @@ def test_a_tensor_with_a_hole_is_damaged_though_every_byte_is_right(
     assert "  model.weight [8, 4]: element [4, 0] was saved 0 times, not once" in capsys.readouterr().out
 
 
-def test_all_tensors_that_are_wrong_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_tensors_that_are_wrong_are_named(tmp_path, capsys):
     entry = commit(tmp_path, 100)
     rows = {2: np.array([[number, 0, 64, 0, 0, 0, 4, 4] for number in range(3)])}
     files = index_files([(name, "float32", (4, 4)) for name in ("good", "hole", "wide")], [rows, {}])
     index = Index.model_validate_json(files[INDEX])
-    lies: dict[str, dict[str, object]] = {"good": {}, "hole": {"shape": (5, 4)}, "wide": {"dtype": "float64"}}
+    lies = {"good": {}, "hole": {"shape": (5, 4)}, "wide": {"dtype": "float64"}}
     lying = {name: index.tensors[name].model_copy(update=lie) for name, lie in lies.items()}
     _rewrite(entry, CHUNKS, files[CHUNKS])
     _rewrite(entry, INDEX, index.model_copy(update={"tensors": lying}).to_json())
@@ -204,7 +193,7 @@ def test_all_tensors_that_are_wrong_are_named(tmp_path: Path, capsys: pytest.Cap
     assert "wide: chunk 0 of 1 has a payload that does not fit its container" in "".join(lines)
 
 
-def test_an_index_that_cannot_be_read_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_index_that_cannot_be_read_is_damage(tmp_path, capsys):
     entry = commit(tmp_path, 100)
     index = Index.model_validate_json((entry.path / INDEX).read_bytes())
     away = {"model.0": {"file": "../../etc/passwd", "offset": 0, "bytes": 16}}
@@ -213,7 +202,7 @@ def test_an_index_that_cannot_be_read_is_damage(tmp_path: Path, capsys: pytest.C
     assert "which the manifest does not name" in capsys.readouterr().out
 
 
-def test_a_chunk_table_that_points_elsewhere_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chunk_table_that_points_elsewhere_is_damage(tmp_path, capsys):
     entry = commit(tmp_path, 100)
     index = Index.model_validate_json((entry.path / INDEX).read_bytes())
     lying = index.model_copy(update={"files": ["__0_0.distcp", "../../etc/passwd"]})
@@ -226,15 +215,13 @@ def test_a_chunk_table_that_points_elsewhere_is_damage(tmp_path: Path, capsys: p
     assert "model.weight: its rows (2 from number 0) are not in the table" in capsys.readouterr().out
 
 
-def test_a_damaged_one_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_one_is_not_loaded(tmp_path, monkeypatch):
     flip_byte(commit(tmp_path, 100).path / "__0_0.distcp")
     monkeypatch.setattr(subprocess, "Popen", pytest.fail)
     assert main(["verify", str(tmp_path), "--world-size", "1,2"]) == 4
 
 
-def test_loading_is_asked_for_and_remembered(
-    tmp_path: Path, loads: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_loading_is_asked_for_and_remembered(tmp_path, loads, capsys):
     entry = commit(tmp_path, 100)
     loads["waves"] = (2,)
     assert main(["verify", str(tmp_path), "--world-size", "1,2", "--mesh", "2x4"]) == 0
@@ -252,9 +239,7 @@ def test_loading_is_asked_for_and_remembered(
     assert (note.world_sizes, note.meshes, note.ckptman_version) == ((1, 2), ((2, 4),), __version__)
 
 
-def test_what_does_not_load_is_7_and_takes_the_note_back(
-    tmp_path: Path, loads: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_load_is_7_and_takes_the_note_back(tmp_path, loads, capsys):
     entry = commit(tmp_path, 100)
     assert main(["verify", str(tmp_path)]) == 0
     assert note_in(entry.path) is not None
@@ -268,7 +253,7 @@ def test_what_does_not_load_is_7_and_takes_the_note_back(
     assert main(["verify", str(tmp_path), "--world-size", "1,2"]) == 4
 
 
-def test_a_plan_reads_no_tensor(tmp_path: Path, loads: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_reads_no_tensor(tmp_path, loads, capsys):
     entry = commit(tmp_path, 100)
     flip_byte(entry.path / "__0_0.distcp")
     command = ["verify", str(tmp_path), "--plan-only", "--world-size", "1024,4096"]
@@ -293,9 +278,7 @@ def test_a_plan_reads_no_tensor(tmp_path: Path, loads: dict[str, Any], capsys: p
     assert main(command) == 4
 
 
-def test_the_summary_says_what_was_planned_as_a_mesh(
-    tmp_path: Path, loads: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_summary_says_what_was_planned_as_a_mesh(tmp_path, loads, capsys):
     commit(tmp_path, 100)
     assert main(["verify", str(tmp_path), "--plan-only", "--world-size", "8,1024", "--mesh", "2x4"]) == 0
     assert "  planning  onto 8 (2 x 4), 1,024: what each rank reads" in capsys.readouterr().out
@@ -320,15 +303,13 @@ def test_the_summary_says_what_was_planned_as_a_mesh(
         (["--threads", "-1"], "at least 1"),
     ],
 )
-def test_wrong_usage_says_what_is_wrong(
-    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_says_what_is_wrong(options, said, tmp_path, capsys):
     commit(tmp_path, 100)
     assert main(["verify", str(tmp_path), *options]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_what_was_verified_is_listed(tmp_path: Path, loads: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_verified_is_listed(tmp_path, loads, capsys):
     for step in (100, 200, 300):
         commit(tmp_path, step)
     assert main(["list", str(tmp_path)]) == 0
@@ -357,18 +338,14 @@ def test_what_was_verified_is_listed(tmp_path: Path, loads: dict[str, Any], caps
 
 
 @pytest.mark.parametrize("wish", [["--world-size", "2,8193"], ["--mesh", "2x4097"]])
-def test_more_ranks_than_can_be_loaded_are_to_be_planned(
-    tmp_path: Path, wish: list[str], loads: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_ranks_than_can_be_loaded_are_to_be_planned(tmp_path, wish, loads, capsys):
     commit(tmp_path, 100)
     assert main(["verify", str(tmp_path), *wish]) == 2
     assert "more than 8,192 ranks are not loaded, which would take hours: with --plan-only" in capsys.readouterr().err
     assert main(["verify", str(tmp_path), "--world-size", "8192"]) == 0
 
 
-def test_what_could_not_be_tried_is_neither_good_nor_bad(
-    tmp_path: Path, loads: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_could_not_be_tried_is_neither_good_nor_bad(tmp_path, loads, capsys):
     entry = commit(tmp_path, 100)
     loads["not_tried"] = {8: "each rank needs 300 bytes of memory, and 200 are free"}
     assert main(["verify", str(tmp_path), "--world-size", "2,8"]) == 10
@@ -386,10 +363,8 @@ def test_what_could_not_be_tried_is_neither_good_nor_bad(
     assert note_in(entry.path) is not None
 
 
-def test_pickles_that_could_not_be_looked_at_are_told_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: object) -> None:
+def test_pickles_that_could_not_be_looked_at_are_told_with_the_reason(tmp_path, monkeypatch, capsys):
+    def fail(*_):
         raise CkptmanError("the loading check ended with exit code -9")
 
     commit(tmp_path, 100)
@@ -400,9 +375,7 @@ def test_pickles_that_could_not_be_looked_at_are_told_with_the_reason(
     assert f"  not proved: {why}\n" in capsys.readouterr().out
 
 
-def test_a_size_on_which_a_tensor_was_left_out_is_not_noted(
-    tmp_path: Path, loads: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_size_on_which_a_tensor_was_left_out_is_not_noted(tmp_path, loads, capsys):
     entry = commit(tmp_path, 100)
     loads["left_out"] = ["q.weight"]
     assert main(["verify", str(tmp_path), "--world-size", "2"]) == 0
@@ -414,9 +387,7 @@ def test_a_size_on_which_a_tensor_was_left_out_is_not_noted(
     assert note.world_sizes == ()
 
 
-def test_one_that_is_deleted_while_it_is_loaded_is_gone_and_not_bad(
-    tmp_path: Path, loads: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_is_deleted_while_it_is_loaded_is_gone_and_not_bad(tmp_path, loads, capsys):
     entry = commit(tmp_path, 100)
     loads["problems"] = {2: ["rank 0 of 2: __0_0.distcp is missing"]}
     loads["meanwhile"] = lambda: shutil.rmtree(entry.path)
@@ -426,7 +397,7 @@ def test_one_that_is_deleted_while_it_is_loaded_is_gone_and_not_bad(
     assert "it was deleted while it was verified" in told.out
 
 
-def test_a_data_file_that_was_replaced_was_not_verified(tmp_path: Path) -> None:
+def test_a_data_file_that_was_replaced_was_not_verified(tmp_path):
     one, other = commit(tmp_path, 100), commit(tmp_path, 200)
     assert main(["verify", str(tmp_path), "--all"]) == 0
     shutil.copy2(one.path / "__0_0.distcp", tmp_path / "file")
@@ -439,13 +410,13 @@ def test_a_data_file_that_was_replaced_was_not_verified(tmp_path: Path) -> None:
     "options",
     [["--world-size", "2000000"], ["--mesh", "2000x2000"], ["--threads", "5000"]],
 )
-def test_numbers_that_no_machine_has_are_refused(options: list[str], tmp_path: Path) -> None:
+def test_numbers_that_no_machine_has_are_refused(options, tmp_path):
     commit(tmp_path, 100)
     assert main(["verify", str(tmp_path), *options]) == 2
 
 
 @pytest.mark.slow
-def test_damage_takes_the_note_back(tmp_path: Path) -> None:
+def test_damage_takes_the_note_back(tmp_path):
     entry = commit(tmp_path, 100)
     assert main(["verify", str(tmp_path)]) == 0
     path = entry.path / "__0_0.distcp"
@@ -469,9 +440,7 @@ def test_damage_takes_the_note_back(tmp_path: Path) -> None:
     assert (note.every_byte, note.damaged) == (True, "")
 
 
-def test_what_was_found_damaged_is_listed_and_counts_for_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_found_damaged_is_listed_and_counts_for_nothing(tmp_path, capsys):
     for step in (10, 20, 30):
         commit(tmp_path, step)
     flip_byte(tmp_path / "step-0000000030" / "__0_0.distcp")
@@ -502,9 +471,7 @@ def test_what_was_found_damaged_is_listed_and_counts_for_nothing(
 
 
 @pytest.mark.parametrize("harm", ["missing", "cut", "link"])
-def test_a_newest_one_that_does_not_count_is_not_passed_over(
-    tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_newest_one_that_does_not_count_is_not_passed_over(tmp_path, harm, capsys):
     for step in (10, 20, 30):
         commit(tmp_path, step)
     (tmp_path / "step-0000000010" / "manifest.json").unlink()  # older than the newest: for --all
@@ -529,16 +496,14 @@ def test_a_newest_one_that_does_not_count_is_not_passed_over(
     assert main(["verify", str(tmp_path), "--all"]) == 4
 
 
-def test_one_that_cannot_be_read_keeps_nobody_from_looking_at_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_cannot_be_read_keeps_nobody_from_looking_at_the_others(tmp_path, monkeypatch, capsys):
     from ckptman.catalog import catalog as catalogue
 
     for step in (10, 20, 30):
         commit(tmp_path, step)
     real = catalogue.read_manifest
 
-    def refuse(path: Path) -> Any:
+    def refuse(path):
         if path.name == "step-0000000020":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return real(path)
@@ -565,10 +530,8 @@ def test_one_that_cannot_be_read_keeps_nobody_from_looking_at_the_others(
     assert len(list(tmp_path.glob("step-*"))) == 3
 
 
-def test_a_folder_that_cannot_be_written_is_verified_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: object) -> None:
+def test_a_folder_that_cannot_be_written_is_verified_all_the_same(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     entry = commit(tmp_path, 100)
@@ -585,12 +548,10 @@ def test_a_folder_that_cannot_be_written_is_verified_all_the_same(
     assert "  remark: that it is damaged, and no longer verified, could not be noted: " in capsys.readouterr().out
 
 
-def test_what_may_not_be_read_is_neither_good_nor_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_may_not_be_read_is_neither_good_nor_damaged(tmp_path, monkeypatch, capsys):
     from ckptman.io import file_reader
 
-    def refuse(path: Path, **_: Any) -> int:
+    def refuse(path, **_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     entry = commit(tmp_path, 100)
@@ -605,12 +566,12 @@ def test_what_may_not_be_read_is_neither_good_nor_damaged(
     assert note_in(entry.path) is not None  # nothing was found that speaks against it
 
 
-def test_damage_counts_though_not_all_could_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_counts_though_not_all_could_be_read(tmp_path, monkeypatch):
     from ckptman.io import file_reader
 
     real = file_reader.open_regular
 
-    def refuse(path: Path, **_: Any) -> int:
+    def refuse(path, **_):
         if path.name == "__1_0.distcp":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return real(path)
@@ -625,16 +586,14 @@ def test_damage_counts_though_not_all_could_be_read(tmp_path: Path, monkeypatch:
     assert (bool(note.damaged), note.every_byte) == (True, False)
 
 
-def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(tmp_path, monkeypatch, capsys):
     from ckptman.integrity import folder_check as verify
 
     entry = commit(tmp_path, 100)
     commit(tmp_path, 200)
     real = verify.scan
 
-    def late(folder: Path, *rest: Any, **more: Any) -> None:
+    def late(folder, *rest, **more):
         if folder == entry.path:
             folder.rename(tmp_path / "step-0000000100.trash-x")
         real(folder, *rest, **more)
@@ -649,18 +608,16 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(
     assert "step 100: it was deleted while it was verified" in capsys.readouterr().err
 
 
-def test_what_cannot_be_looked_at_any_more_is_not_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_looked_at_any_more_is_not_gone(tmp_path, monkeypatch, capsys):
     from ckptman.catalog import verified
 
     commit(tmp_path, 100)
     real = verify_checks._check_coverage
 
-    def away(*rest: Any) -> None:
+    def away(*rest):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    def late(*rest: Any) -> None:
+    def late(*rest):
         real(*rest)
         monkeypatch.setattr(verified, "identify", away)
 
@@ -669,13 +626,11 @@ def test_what_cannot_be_looked_at_any_more_is_not_gone(
     assert "step 100: not checked, its manifest cannot be read any more (Stale file handle)" in capsys.readouterr().out
 
 
-def test_a_step_that_is_saved_again_meanwhile_is_not_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_is_saved_again_meanwhile_is_not_noted(tmp_path, monkeypatch, capsys):
     entry = commit(tmp_path, 100)
     real = verify_checks._check_coverage
 
-    def late(*rest: Any) -> None:
+    def late(*rest):
         real(*rest)
         shutil.rmtree(entry.path)
         commit(tmp_path, 100, sequence=9)
@@ -686,7 +641,7 @@ def test_a_step_that_is_saved_again_meanwhile_is_not_noted(
     assert not (entry.path / "verified.json").exists()
 
 
-def test_parameters_that_stood_still_are_a_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameters_that_stood_still_are_a_remark(tmp_path, capsys):
     commit(tmp_path, 100, rows=8192)
     commit(tmp_path, 200, rows=8192)
     _change(commit(tmp_path, 300, rows=8192), 300)
@@ -702,7 +657,7 @@ def test_parameters_that_stood_still_are_a_remark(tmp_path: Path, capsys: pytest
     assert "those of step 100" in found["remarks"][0]
 
 
-def test_names_from_a_checkpoint_reach_the_terminal_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_from_a_checkpoint_reach_the_terminal_escaped(tmp_path, capsys):
     entry = commit(tmp_path, 100)
     evil = "\x1b]0;owned\x07\u202ename"
     rows = {2: np.array([[0, 0, 64, 0, 0, 0, 4, 4]])}
@@ -717,7 +672,7 @@ def test_names_from_a_checkpoint_reach_the_terminal_escaped(tmp_path: Path, caps
     assert "core\\x1b[2J is not in the manifest" in told.out
 
 
-def test_a_screen_is_not_flooded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_screen_is_not_flooded(tmp_path, capsys):
     entry = commit(tmp_path, 100, ranks=100, rows=400)
     for path in entry.path.glob("*.distcp"):
         path.unlink()
@@ -727,7 +682,7 @@ def test_a_screen_is_not_flooded(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert lines[-1] == "  and 60 more: --json lists all of them"
 
 
-def test_two_at_once_agree(tmp_path: Path) -> None:
+def test_two_at_once_agree(tmp_path):
     commit(tmp_path, 100, rows=4096)
     command = [sys.executable, "-c", "import ckptman.cli; ckptman.cli.main()", "verify", str(tmp_path), "--json"]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -738,7 +693,7 @@ def test_two_at_once_agree(tmp_path: Path) -> None:
     assert note_in(tmp_path / "step-0000000100") is not None
 
 
-def test_a_terminal_sees_a_bar_that_goes_away(tmp_path: Path) -> None:
+def test_a_terminal_sees_a_bar_that_goes_away(tmp_path):
     commit(tmp_path, 100)
     ours, theirs = pty.openpty()
     ran = subprocess.run(
@@ -757,11 +712,11 @@ def test_a_terminal_sees_a_bar_that_goes_away(tmp_path: Path) -> None:
     assert ran.stdout.startswith(b"step 100: good")
 
 
-def test_world_sizes_as_they_are_written() -> None:
+def test_world_sizes_as_they_are_written():
     assert parse_world_sizes(None) == []
     assert parse_world_sizes("1, 2,4,2") == [1, 2, 4]
 
 
-def test_meshes_as_they_are_written() -> None:
+def test_meshes_as_they_are_written():
     assert parse_mesh(None) is None
     assert parse_mesh("2x4") == (2, 4)

@@ -1,7 +1,5 @@
 """`ckptman verify` of what plain DCP wrote: what can be proved is, and what cannot is said."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -9,7 +7,6 @@ import pickle
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from ckptman.state.file_layout import frame_of
 from ckptman.verify import foreign_check
 from ckptman.verify.foreign_check import check_foreign
 
-STATE: dict[str, Any] = {
+STATE = {
     "model": {"weight": torch.arange(30_000.0).reshape(300, 100), "bias": torch.ones(7, dtype=torch.bfloat16)},
     "scalar": torch.tensor(3.0),
     "epoch": 3,
@@ -31,7 +28,7 @@ STATE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(tmp_path_factory):
     path = tmp_path_factory.mktemp("plain") / "checkpoint"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it is saved by one process
@@ -40,11 +37,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(plain: Path, tmp_path: Path) -> Path:
+def folder(plain, tmp_path):
     return Path(shutil.copytree(plain, tmp_path / "checkpoint"))
 
 
-def _place(folder: Path, name: str) -> tuple[Path, int, int]:
+def _place(folder, name):
     """The file that a tensor is in, and where in it: the place of its container, and of its first element."""
     state = SavedState.read(folder)
     (chunk,) = state.all_chunks(name)
@@ -53,14 +50,14 @@ def _place(folder: Path, name: str) -> tuple[Path, int, int]:
     return folder / chunk.file, chunk.offset, payload
 
 
-def _flip(path: Path, place: int) -> None:
+def _flip(path, place):
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
 
 
 @pytest.mark.slow
-def test_what_is_whole_is_proved_as_far_as_it_goes(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_whole_is_proved_as_far_as_it_goes(plain, capsys):
     assert main(["verify", str(plain)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{plain}: written by plain DCP, without digests: ")
@@ -76,9 +73,7 @@ def test_what_is_whole_is_proved_as_far_as_it_goes(plain: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("name", ["model.weight", "scalar"])
-def test_a_changed_element_is_found_by_its_checksum(
-    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_element_is_found_by_its_checksum(name, folder, capsys):
     path, _, payload = _place(folder, name)
     _flip(path, payload)
     assert main(["verify", str(folder)]) == 4
@@ -88,9 +83,7 @@ def test_a_changed_element_is_found_by_its_checksum(
     assert f"1 of 1 checkpoint damaged or incomplete: {folder}" in told.err
 
 
-def test_one_that_is_cut_short_is_told_with_a_remedy_that_helps(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_is_cut_short_is_told_with_a_remedy_that_helps(folder, capsys):
     os.truncate(folder / "__0_0.distcp", 1000)
     assert main(["verify", str(folder)]) == 4
     told = capsys.readouterr()
@@ -99,7 +92,7 @@ def test_one_that_is_cut_short_is_told_with_a_remedy_that_helps(
     assert "ckptman verify" not in told.out + told.err
 
 
-def test_a_flip_anywhere_is_damage_or_hits_what_nobody_reads(folder: Path) -> None:
+def test_a_flip_anywhere_is_damage_or_hits_what_nobody_reads(folder):
     state = SavedState.read(folder)
     chunks = [chunk for name in state.index.tensors for chunk in state.all_chunks(name)]
     places = [(chunk.file, chunk.offset, chunk.bytes) for chunk in chunks]
@@ -116,13 +109,13 @@ def test_a_flip_anywhere_is_damage_or_hits_what_nobody_reads(folder: Path) -> No
     assert not check_foreign(folder).problems
 
 
-def _same(state: dict[str, Any]) -> bool:
+def _same(state):
     model = all(torch.equal(each, STATE["model"][name]) for name, each in state["model"].items())
     return model and all(state[name] == STATE[name] for name in ("scalar", "epoch", "names"))
 
 
-def _load(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = {
+def _load(folder):
+    state = {
         "model": {name: torch.zeros_like(each) for name, each in STATE["model"].items()},
         "scalar": torch.tensor(0.0),
         "epoch": 0,
@@ -132,7 +125,7 @@ def _load(folder: Path) -> dict[str, Any]:
     return state
 
 
-def test_changed_elements_are_damage_even_where_no_checksum_is_right(folder: Path) -> None:
+def test_changed_elements_are_damage_even_where_no_checksum_is_right(folder):
     names = list(SavedState.read(folder).index.tensors)
     for name in names:
         path, _, payload = _place(folder, name)
@@ -143,7 +136,7 @@ def test_changed_elements_are_damage_even_where_no_checksum_is_right(folder: Pat
 
 
 @pytest.fixture
-def bare(tmp_path: Path) -> Path:
+def bare(tmp_path):
     """A checkpoint for which torch was told to write no checksums."""
     torch.serialization.set_crc32_options(False)
     try:
@@ -156,7 +149,7 @@ def bare(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_without_checksums_that_is_said(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_checksums_that_is_said(bare, capsys):
     path = bare / "__0_0.distcp"
     _flip(path, path.read_bytes().index(STATE["model"]["weight"].numpy().tobytes()))
     assert main(["verify", str(bare)]) == 0
@@ -167,7 +160,7 @@ def test_without_checksums_that_is_said(bare: Path, capsys: pytest.CaptureFixtur
     assert check_foreign(bare).checked_bytes == 0
 
 
-def test_a_part_without_checksums_is_counted_and_the_rest_compared(folder: Path) -> None:
+def test_a_part_without_checksums_is_counted_and_the_rest_compared(folder):
     """A container of ckptman has a checksum on all but the elements, which are written past torch."""
     path, offset, payload = _place(folder, "scalar")
     frame, data = frame_of(torch.float32, ()), bytearray(path.read_bytes())
@@ -184,7 +177,7 @@ def test_a_part_without_checksums_is_counted_and_the_rest_compared(folder: Path)
     assert len(check_foreign(folder).problems) == 1
 
 
-def test_what_was_transformed_is_not_looked_into_and_all_else_is(folder: Path) -> None:
+def test_what_was_transformed_is_not_looked_into_and_all_else_is(folder):
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     (info,) = (info for index, info in metadata.storage_data.items() if index.fqn == "epoch")
     info.transform_descriptors = ["zstd"]
@@ -202,7 +195,7 @@ def test_what_was_transformed_is_not_looked_into_and_all_else_is(folder: Path) -
     assert "the container of model.weight (" in problem
 
 
-def test_a_plan_needs_no_container_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_needs_no_container_opened(folder, monkeypatch):
     monkeypatch.setattr(foreign_check, "open_container", None)
     found = check_foreign(folder, open_containers=False)
     assert (found.problems, found.tensors) == ([], 3)
@@ -210,10 +203,8 @@ def test_a_plan_needs_no_container_opened(folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("code", "damaged"), [(errno.EACCES, False), (errno.ESTALE, False), (errno.EIO, True)])
-def test_only_what_the_disk_cannot_read_is_damage(
-    code: int, damaged: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> bytes:
+def test_only_what_the_disk_cannot_read_is_damage(code, damaged, folder, monkeypatch):
+    def refuse(*_):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "preadv", refuse)
@@ -224,9 +215,7 @@ def test_only_what_the_disk_cannot_read_is_damage(
 
 
 @pytest.mark.parametrize("how", ["missing", "short", "garbled"])
-def test_files_that_are_not_what_they_were_are_damage(
-    how: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_are_not_what_they_were_are_damage(how, folder, capsys):
     path, offset, _ = _place(folder, "model.weight")
     data = path.read_bytes()
     if how == "missing":
@@ -244,7 +233,7 @@ def test_files_that_are_not_what_they_were_are_damage(
     }[how] in out
 
 
-def test_metadata_that_cannot_be_read_is_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metadata_that_cannot_be_read_is_damage(folder, capsys):
     (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
     assert main(["verify", str(folder)]) == 4
     assert "asks for" in capsys.readouterr().out
@@ -252,17 +241,15 @@ def test_metadata_that_cannot_be_read_is_damage(folder: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_a_plan_of_it_opens_no_container(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_it_opens_no_container(folder, capsys):
     assert main(["verify", str(folder), "--plan-only", "--world-size", "4", "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert report["checked_bytes"] == 0
     assert any("containers were not opened" in remark for remark in report["remarks"])
 
 
-def test_one_that_may_not_be_read_is_not_proved(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(path: Path, *_: object, **more: object) -> int:
+def test_one_that_may_not_be_read_is_not_proved(folder, monkeypatch, capsys):
+    def refuse(path, *_, **more):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     monkeypatch.setattr("ckptman.loading.restricted_unpickler.read_regular", refuse)

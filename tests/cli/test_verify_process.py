@@ -1,10 +1,7 @@
 """`verify --world-size` with real checkpoints and real processes: it passes what loads, and finds each way not to."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ from ckptman.io.threads import cores
 from tests.helpers.ranks import run_ranks
 
 
-def _save(folder: str) -> None:
+def _save(folder):
     """On 4 ranks, 2 x 2 HSDP: a checkpoint of ckptman under `root`, and one of plain DCP in `plain`."""
     import torch
     import torch.distributed.checkpoint as dcp
@@ -42,14 +39,14 @@ def _save(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(4, _save, str(folder))
     return folder
 
 
 @pytest.mark.slow
-def test_what_was_saved_loads_on_other_world_sizes(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_saved_loads_on_other_world_sizes(saved, capsys):
     assert main(["verify", str(saved / "root"), "--world-size", "1,3,4"]) == 0
     told = capsys.readouterr()
     assert [line.strip() for line in told.out.splitlines()[1:4]] == [
@@ -61,7 +58,7 @@ def test_what_was_saved_loads_on_other_world_sizes(saved: Path, capsys: pytest.C
 
 
 @pytest.mark.slow
-def test_plain_dcp_is_compared_though_it_has_no_digests(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_dcp_is_compared_though_it_has_no_digests(saved, capsys):
     assert main(["verify", str(saved / "plain")]) == 0
     assert "written by plain DCP, without digests: " in capsys.readouterr().out
     assert main(["verify", str(saved / "plain"), "--world-size", "2", "--json"]) == 0
@@ -74,7 +71,7 @@ def test_plain_dcp_is_compared_though_it_has_no_digests(saved: Path, capsys: pyt
 
 
 @pytest.mark.slow
-def test_a_lie_about_the_dtype_does_not_load(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lie_about_the_dtype_does_not_load(saved, tmp_path, capsys):
     from ckptman.catalog.catalog import Catalog
     from ckptman.format.index import Index
     from ckptman.format.manifest import FileRecord
@@ -97,7 +94,7 @@ def test_a_lie_about_the_dtype_does_not_load(saved: Path, tmp_path: Path, capsys
     assert told.err == "Error: step 1 does not load on 2 processes as it was saved: see the lines above\n"
 
 
-def test_a_metadata_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metadata_that_would_run_code_is_refused(tmp_path, capsys):
     evil = tmp_path / "evil"
     evil.mkdir()
     mark = tmp_path / "ran"
@@ -109,7 +106,7 @@ def test_a_metadata_that_would_run_code_is_refused(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_a_mesh_is_loaded_too_and_json_says_so(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_is_loaded_too_and_json_says_so(saved, capsys):
     arguments = ["--world-size", "2", "--mesh", "2x3", "--json"]
     assert main(["verify", str(saved / "root"), *arguments]) == 0
     (report,) = json.loads(capsys.readouterr().out)["checkpoints"]
@@ -118,16 +115,14 @@ def test_a_mesh_is_loaded_too_and_json_says_so(saved: Path, capsys: pytest.Captu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["root", "plain"])
-def test_a_plan_is_made_without_loading(name: str, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_made_without_loading(name, saved, capsys):
     arguments = ["--plan-only", "--world-size", "16,1000", "--mesh", "4x4"]
     assert main(["verify", str(saved / name), *arguments]) == 0
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow
-def test_a_plan_that_fails_is_a_checkpoint_that_does_not_fit(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_that_fails_is_a_checkpoint_that_does_not_fit(saved, tmp_path, capsys):
     shutil.copytree(saved / "plain", tmp_path / "plain")
     with (tmp_path / "plain" / "__1_0.distcp").open("r+b") as file:
         file.truncate(1000)
@@ -136,9 +131,7 @@ def test_a_plan_that_fails_is_a_checkpoint_that_does_not_fit(
 
 
 @pytest.mark.slow
-def test_what_keeps_the_check_from_running_is_an_error_and_not_a_verdict(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_keeps_the_check_from_running_is_an_error_and_not_a_verdict(saved, tmp_path, monkeypatch):
     folder = saved / "root" / "step-0000000001"
     with pytest.raises(CkptmanError, match="is no checkpoint"):
         list(load_on(tmp_path, [1]))
@@ -152,7 +145,7 @@ def test_what_keeps_the_check_from_running_is_an_error_and_not_a_verdict(
 
 
 @pytest.mark.slow
-def test_what_waves_leave_open_is_noted(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waves_leave_open_is_noted(saved, monkeypatch):
     two, forty = load_on(saved / "root" / "step-0000000001", [2, 40])
     assert (two.world_size, two.problems, two.notes) == (2, [], [])
     assert (forty.world_size, forty.problems) == (40, [])

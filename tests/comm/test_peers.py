@@ -1,7 +1,5 @@
 """Who keeps whose parts: on every cluster that can be, each part is where it should be, and nodes share the load."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -14,7 +12,7 @@ quick = settings(max_examples=200, deadline=None, print_blob=True)
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> list[Place]:
+def clusters(draw):
     """Places of ranks in any order: 1 to 9 nodes of up to 4 ranks each, in up to 4 domains or none that are known."""
     nodes = draw(
         st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["", "s1", "s2", "s3"])), min_size=1, max_size=9)
@@ -23,14 +21,14 @@ def clusters(draw: st.DrawFn) -> list[Place]:
     return draw(st.permutations(places))
 
 
-def nodes_of(places: list[Place], rank: int, copies: int) -> list[str]:
+def nodes_of(places, rank, copies):
     """Return the nodes that have the part of a rank, its own first."""
     return [places[rank].node, *(places[peer].node for peer in receivers(places, copies)[rank])]
 
 
 @quick
 @given(clusters(), st.integers(1, 4))
-def test_every_part_is_on_so_many_different_nodes(places: list[Place], copies: int) -> None:
+def test_every_part_is_on_so_many_different_nodes(places, copies):
     nodes = len({place.node for place in places})
     for rank in range(len(places)):
         holders = nodes_of(places, rank, copies)
@@ -39,10 +37,10 @@ def test_every_part_is_on_so_many_different_nodes(places: list[Place], copies: i
 
 @quick
 @given(clusters(), st.integers(1, 4))
-def test_nodes_keep_parts_of_as_many_nodes_and_ranks_of_a_node_share_them(places: list[Place], copies: int) -> None:
+def test_nodes_keep_parts_of_as_many_nodes_and_ranks_of_a_node_share_them(places, copies):
     found = receivers(places, copies)
     ranks_of = Counter(place.node for place in places)
-    kept_from: dict[str, set[str]] = {node: set() for node in ranks_of}
+    kept_from = {node: set() for node in ranks_of}
     load = Counter(peer for peers in found for peer in peers)
     for rank, peers in enumerate(found):
         for peer in peers:
@@ -56,16 +54,16 @@ def test_nodes_keep_parts_of_as_many_nodes_and_ranks_of_a_node_share_them(places
 
 @quick
 @given(clusters(), st.randoms(use_true_random=False))
-def test_the_ring_is_the_same_whatever_the_order_of_ranks(places: list[Place], random: object) -> None:
+def test_the_ring_is_the_same_whatever_the_order_of_ranks(places, random):
     shuffled = list(places)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    random.shuffle(shuffled)
     assert ring(shuffled) == ring(places)
     assert sorted(ring(places)) == sorted({place.node for place in places})
 
 
 @quick
 @given(clusters())
-def test_as_few_neighbours_as_can_be_are_of_one_domain(places: list[Place]) -> None:
+def test_as_few_neighbours_as_can_be_are_of_one_domain(places):
     domain_of = dict(places)
     order = ring(places)
     largest = max(Counter(domain_of.values()).values())
@@ -74,26 +72,26 @@ def test_as_few_neighbours_as_can_be_are_of_one_domain(places: list[Place]) -> N
     assert same == max(0, 2 * largest - len(order))
 
 
-def test_a_node_is_one_though_its_ranks_know_its_domain_or_not() -> None:
+def test_a_node_is_one_though_its_ranks_know_its_domain_or_not():
     places = [Place("a", "s1"), Place("a"), Place("b", "s1"), Place("c", "s2"), Place("c")]
     assert sorted(ring(places)) == ["a", "b", "c"]
     for rank in range(len(places)):
         assert len(set(nodes_of(places, rank, 2))) == 2
 
 
-def test_one_node_has_no_peers() -> None:
+def test_one_node_has_no_peers():
     assert receivers([Place("a")] * 3, 2) == [[], [], []]
     assert ring([]) == []
     assert receivers([], 2) == []
 
 
-def test_neighbours_in_name_are_not_peers_where_no_domain_is_known() -> None:
+def test_neighbours_in_name_are_not_peers_where_no_domain_is_known():
     places = [Place(f"nid{number:03d}") for number in range(6)]
     assert ring(places) == ["nid000", "nid003", "nid001", "nid004", "nid002", "nid005"]
     assert receivers(places, 2) == [[3], [4], [5], [1], [2], [0]]
 
 
-def test_uneven_ranks() -> None:
+def test_uneven_ranks():
     places = [Place("a"), Place("a"), Place("a"), Place("b")]
     assert receivers(places, 2) == [[3], [3], [3], [0]]
     assert receivers([places[3], places[0], places[1]], 2) == [[1], [0], [0]]
@@ -110,12 +108,12 @@ def test_uneven_ranks() -> None:
         ({"0": ["a", "b"], "1": []}, -1),
     ],
 )
-def test_how_many_nodes_may_be_lost(holders: dict[str, list[str]], lost: int) -> None:
+def test_how_many_nodes_may_be_lost(holders, lost):
     assert losable_nodes(holders) == lost
 
 
 @quick
 @given(clusters(), st.integers(1, 4))
-def test_so_many_nodes_may_be_lost_whichever_they_are(places: list[Place], copies: int) -> None:
+def test_so_many_nodes_may_be_lost_whichever_they_are(places, copies):
     holders = {str(rank): nodes_of(places, rank, copies) for rank in range(len(places))}
     assert losable_nodes(holders) == min(copies, len({place.node for place in places})) - 1

@@ -1,13 +1,9 @@
 """What ranks have under one name is compared before the first save: of small tensors, one is saved for all."""
 
-from __future__ import annotations
-
 import re
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +18,7 @@ from ckptman.comm import replicas
 from tests.helpers.ranks import run_ranks
 
 
-def outcome(save: Callable[[], None]) -> tuple[str, list[str]]:
+def outcome(save):
     """The text of a refusal, and the warnings."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -37,17 +33,17 @@ def outcome(save: Callable[[], None]) -> tuple[str, list[str]]:
 class Kept:
     """An object that keeps a tensor."""
 
-    def __init__(self, value: torch.Tensor, per_rank: bool = False) -> None:
+    def __init__(self, value, per_rank=False):
         self.value, self.per_rank = value, per_rank
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"inner": [{"value": self.value}]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.value = state["inner"][0]["value"]
 
 
-def trained(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(rank):
     """A model that DistributedDataParallel has trained for a step, on other data on each rank."""
     torch.manual_seed(rank)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
@@ -57,7 +53,7 @@ def trained(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def states(rank: int) -> dict[str, dict[str, Any]]:
+def states(rank):
     mine, (model, optimizer) = torch.full((2, 3), float(rank)).T, trained(rank)
     apart, other = trained(rank)
     with torch.no_grad():
@@ -80,7 +76,7 @@ def states(rank: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def save_by_run(run: Path, state: dict[str, Any]) -> None:
+def save_by_run(run, state):
     """Refused in the first step, and again by a save."""
     with ckptman.Checkpointer(run, state, save_policy=ckptman.EverySteps(2), deadline=None) as checkpointer:
         try:
@@ -92,7 +88,7 @@ def save_by_run(run: Path, state: dict[str, Any]) -> None:
         checkpointer.save(2)
 
 
-def save_alone(run: Path, state: dict[str, Any]) -> None:
+def save_alone(run, state):
     api._COMPARED.clear()
     try:
         ckptman.save(state, run / "alone")
@@ -102,7 +98,7 @@ def save_alone(run: Path, state: dict[str, Any]) -> None:
         raise
 
 
-def save_all(root: str) -> dict[str, tuple[tuple[str, list[str]], ...]]:
+def save_all(root):
     found = {}
     for name, state in states(dist.get_rank()).items():
         run = Path(root, name)
@@ -115,7 +111,7 @@ def save_all(root: str) -> dict[str, tuple[tuple[str, list[str]], ...]]:
 
 
 @pytest.mark.slow
-def test_what_differs_between_ranks_is_refused_before_the_first_save(tmp_path: Path) -> None:
+def test_what_differs_between_ranks_is_refused_before_the_first_save(tmp_path):
     leader, other = run_ranks(2, save_all, str(tmp_path), fresh=True)
     for name, told in {
         "bare": r"x (and 1 more) differs between ranks 0 and 1",
@@ -138,7 +134,7 @@ def test_what_differs_between_ranks_is_refused_before_the_first_save(tmp_path: P
         assert other[name] == (("", []), ("", []))
 
 
-def drift(root: str) -> tuple[str, str, str]:
+def drift(root):
     """A counter that begins alike, and is each rank's own later: told at the first save, and not looked at again."""
     rank, counter = dist.get_rank(), torch.zeros(())
     with ckptman.Checkpointer(root, {"n": counter}, save_policy=ckptman.EverySteps(100), deadline=None) as checkpointer:
@@ -152,7 +148,7 @@ def drift(root: str) -> tuple[str, str, str]:
     return first, second, third
 
 
-def test_a_tensor_that_begins_to_differ_before_the_first_save(tmp_path: Path) -> None:
+def test_a_tensor_that_begins_to_differ_before_the_first_save(tmp_path):
     for first, second, third in run_ranks(2, drift, str(tmp_path), fresh=True):
         assert (first, third) == ("", "")
         assert second.startswith("n differs between ranks 0 and 1")

@@ -1,7 +1,5 @@
 """Each sample once an epoch, on any number of ranks."""
 
-from __future__ import annotations
-
 import pytest
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -9,13 +7,11 @@ import ckptman
 from ckptman.errors import ConfigError
 
 
-def loaders(
-    size: int, world_size: int, batch_size: int, state: dict[str, object] | None = None
-) -> list[ckptman.ResumableLoader[list[int]]]:
+def loaders(size, world_size, batch_size, state=None):
     found = []
     for rank in range(world_size):
         sampler = ckptman.ElasticSampler(size, seed=11, rank=rank, world_size=world_size)
-        loader = DataLoader(range(size), batch_size, sampler=sampler, collate_fn=list)  # type: ignore[arg-type, var-annotated]
+        loader = DataLoader(range(size), batch_size, sampler=sampler, collate_fn=list)
         found.append(ckptman.ResumableLoader(loader))
         if state is not None:
             found[-1].load_state_dict(state)
@@ -24,9 +20,9 @@ def loaders(
 
 @pytest.mark.parametrize("size", [24, 25, 31, 97])
 @pytest.mark.parametrize("worlds", [(2, 1, 2), (1, 3, 2), (4, 2, 1), (3, 3, 3)])
-def test_each_sample_once_while_the_ranks_change(size: int, worlds: tuple[int, ...]) -> None:
+def test_each_sample_once_while_the_ranks_change(size, worlds):
     """Each number of ranks makes three steps; the last goes on to the end of the second epoch."""
-    seen: list[int] = []
+    seen = []
     state = None
     for turn, world_size in enumerate(worlds):
         ranks = loaders(size, world_size, 2, state)
@@ -51,14 +47,14 @@ def test_each_sample_once_while_the_ranks_change(size: int, worlds: tuple[int, .
     assert max(counts) == 2
 
 
-def test_the_order_is_that_of_one_rank() -> None:
+def test_the_order_is_that_of_one_rank():
     alone = list(ckptman.ElasticSampler(50, seed=4, rank=0, world_size=1))
     assert sorted(alone) == list(range(50)) != alone
     shared = [list(ckptman.ElasticSampler(50, seed=4, rank=rank, world_size=5)) for rank in range(5)]
     assert [each for row in zip(*shared, strict=True) for each in row] == alone
 
 
-def test_another_epoch_has_another_order() -> None:
+def test_another_epoch_has_another_order():
     sampler = ckptman.ElasticSampler(50, seed=4, rank=0, world_size=1)
     first = list(sampler)
     sampler.set_epoch(1)
@@ -66,11 +62,11 @@ def test_another_epoch_has_another_order() -> None:
     assert list(sampler) != first
 
 
-def test_unshuffled() -> None:
+def test_unshuffled():
     assert list(ckptman.ElasticSampler(7, shuffle=False, rank=1, world_size=2)) == [1, 3, 5]
 
 
-def test_what_cannot_be() -> None:
+def test_what_cannot_be():
     with pytest.raises(ConfigError, match="2 samples cannot be shared out over 3 ranks"):
         ckptman.ElasticSampler(2, rank=0, world_size=3)
     with pytest.raises(ConfigError, match="rank 2 is not below"):
@@ -80,10 +76,10 @@ def test_what_cannot_be() -> None:
         pass
 
     with pytest.raises(ConfigError, match="ElasticSampler within a Own"):
-        ckptman.ResumableLoader(DataLoader(range(9), batch_sampler=Own(ckptman.ElasticSampler(9), 2, False)))  # type: ignore[arg-type]
+        ckptman.ResumableLoader(DataLoader(range(9), batch_sampler=Own(ckptman.ElasticSampler(9), 2, False)))
 
 
-def test_an_epoch_that_is_set_again_goes_on_where_it_is() -> None:
+def test_an_epoch_that_is_set_again_goes_on_where_it_is():
     loader = loaders(20, 1, 4)[0]
     iterator = iter(loader)
     next(iterator), next(iterator)
@@ -94,7 +90,7 @@ def test_an_epoch_that_is_set_again_goes_on_where_it_is() -> None:
     assert [*again] == [*iterator]
 
 
-def test_its_length_is_that_of_the_epoch() -> None:
+def test_its_length_is_that_of_the_epoch():
     """Of 20 samples on three ranks, two are left over, and come first in the next epoch."""
     loader = loaders(20, 3, 2)[0]
     for _ in range(3):

@@ -8,11 +8,9 @@ import signal
 import sys
 import threading
 from collections import UserDict
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ckptman.data.resumable_loader  # noqa: F401 so that no process of a probe takes seconds to import it
 from ckptman.data.loader_source import LoaderSource, find_function, parse_source
-from ckptman.data.probe import Probed, Weight, probe_loader, usual_workers, weigh
+from ckptman.data.probe import Weight, probe_loader, usual_workers, weigh
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError
 
 SAMPLE = 4096
@@ -32,13 +30,13 @@ SAMPLE = 4096
 class Tokens(Dataset[torch.Tensor]):
     """Samples of 4 KiB of one file, each of which may do something first."""
 
-    def __init__(self, path: Path, first: Callable[[int], object] = lambda index: None) -> None:
+    def __init__(self, path, first=lambda index: None):
         self.path, self.first = path, first
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.path.stat().st_size // SAMPLE
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         self.first(index)
         with self.path.open("rb") as file:
             file.seek(index * SAMPLE)
@@ -46,12 +44,12 @@ class Tokens(Dataset[torch.Tensor]):
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     (tmp_path / "tokens").write_bytes(os.urandom(64 * SAMPLE))
     return tmp_path / "tokens"
 
 
-def measured(function: Callable[..., object], **options: Any) -> Probed:
+def measured(function, **options):
     options = {"seconds": 30.0, "timeout_seconds": 60.0, **options}
     return probe_loader(lambda: LoaderSource("it", function), **options)
 
@@ -59,14 +57,14 @@ def measured(function: Callable[..., object], **options: Any) -> Probed:
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
 
-def test_each_number_of_workers_is_measured_twice_over_the_same_samples(path: Path, tmp_path: Path) -> None:
+def test_each_number_of_workers_is_measured_twice_over_the_same_samples(path, tmp_path):
     log = tmp_path / "log"
 
-    def note(index: int) -> None:
+    def note(index):
         with log.open("a") as file:
             file.write(f"{index}\n")
 
-    def make(num_workers: int) -> object:
+    def make(num_workers):
         return DataLoader(Tokens(path, note), 4, shuffle=True, num_workers=num_workers)
 
     found = measured(make, workers=[0, 1], data=[path])
@@ -87,8 +85,8 @@ def test_each_number_of_workers_is_measured_twice_over_the_same_samples(path: Pa
     assert sorted(orders[0]) == list(range(64)) != list(orders[0])
 
 
-def test_an_endless_one_is_left_after_its_time(path: Path) -> None:
-    def endless() -> Iterator[dict[str, torch.Tensor]]:
+def test_an_endless_one_is_left_after_its_time(path):
+    def endless():
         while True:
             yield {"x": torch.zeros(8, 4)}
 
@@ -99,10 +97,10 @@ def test_an_endless_one_is_left_after_its_time(path: Path) -> None:
     assert only.cold.weight.bytes == 128 * only.cold.weight.batches
 
 
-def test_files_that_are_open_or_mapped_are_found(path: Path) -> None:
+def test_files_that_are_open_or_mapped_are_found(path):
     mapped = np.memmap(path, "u1", "r", shape=(64, SAMPLE))
 
-    def make(num_workers: int) -> object:
+    def make(num_workers):
         held = path.with_name("held").open("w+")
         return DataLoader([(row.copy(), held.closed) for row in mapped], 4, num_workers=num_workers)
 
@@ -110,7 +108,7 @@ def test_files_that_are_open_or_mapped_are_found(path: Path) -> None:
     assert str(path) in found.files
 
 
-def test_a_dataset_is_wrapped_and_workers_are_those_of_the_loader(path: Path) -> None:
+def test_a_dataset_is_wrapped_and_workers_are_those_of_the_loader(path):
     found = measured(lambda: Tokens(path), workers=[1])
     assert [each.workers for each in found.measurements] == [1]
     assert found.measurements[0].cold.weight.samples == 64, "two batches of 32"
@@ -121,7 +119,7 @@ def test_a_dataset_is_wrapped_and_workers_are_those_of_the_loader(path: Path) ->
     assert found.notes == ["it was asked for 2 workers, and made 1."]
 
 
-def test_no_workers_are_left_out_where_the_loader_refuses_that(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_workers_are_left_out_where_the_loader_refuses_that(path, monkeypatch):
     monkeypatch.setattr("ckptman.data.probe.allowed_cpus", lambda: 1)
     make = partial(DataLoader, Tokens(path), 4, prefetch_factor=1)
     found = measured(lambda num_workers: make(num_workers=num_workers))
@@ -131,7 +129,7 @@ def test_no_workers_are_left_out_where_the_loader_refuses_that(path: Path, monke
         measured(lambda num_workers: make(num_workers=num_workers), workers=[0])
 
 
-def test_the_usual_numbers_of_workers() -> None:
+def test_the_usual_numbers_of_workers():
     assert usual_workers(1) == [0, 1]
     assert usual_workers(2) == [0, 1, 2]
     assert usual_workers(6) == [0, 1, 2, 4, 6]
@@ -153,7 +151,7 @@ class Pair(NamedTuple):
 
 
 class Plain:
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor):
         self.tensor = tensor
         self.me = self
 
@@ -183,22 +181,22 @@ X = torch.zeros(6, 10)  # 240 bytes
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_what_a_batch_holds(batch: object, batch_size: int | None, samples: int, size: int) -> None:
+def test_what_a_batch_holds(batch, batch_size, samples, size):
     assert weigh(batch, batch_size) == Weight(1, samples, size)
 
 
 # ---- what cannot be measured -----------------------------------------------------------------------------------------
 
 
-def at_33(what: Callable[[], object]) -> Callable[[int], object]:
+def at_33(what):
     return lambda index: what() if index == 33 else None
 
 
-def die() -> None:
+def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail() -> None:
+def fail():
     raise KeyError("no such sample")
 
 
@@ -218,9 +216,7 @@ def fail() -> None:
         (sys.exit, 0, r"raised SystemExit"),
     ],
 )
-def test_a_dataset_that_breaks_is_told_in_a_line(
-    path: Path, what: Callable[[], object], workers: int, complaint: str
-) -> None:
+def test_a_dataset_that_breaks_is_told_in_a_line(path, what, workers, complaint):
     with pytest.raises(CkptmanError, match=complaint) as caught:
         measured(
             lambda num_workers: DataLoader(Tokens(path, at_33(what)), 4, num_workers=num_workers), workers=[workers]
@@ -228,8 +224,8 @@ def test_a_dataset_that_breaks_is_told_in_a_line(
     assert "\n" not in str(caught.value)
 
 
-def test_what_was_measured_before_is_kept(path: Path) -> None:
-    def fail_in_a_worker() -> None:
+def test_what_was_measured_before_is_kept(path):
+    def fail_in_a_worker():
         if torch.utils.data.get_worker_info() is not None:
             fail()
 
@@ -241,12 +237,12 @@ def test_what_was_measured_before_is_kept(path: Path) -> None:
     assert "it with 1 worker after 8 batches raised KeyError" in str(found.problem)
 
 
-def test_one_that_hangs_is_given_up_and_its_workers_end(path: Path, tmp_path: Path) -> None:
-    def hang() -> None:
+def test_one_that_hangs_is_given_up_and_its_workers_end(path, tmp_path):
+    def hang():
         (tmp_path / "pid").write_text(str(os.getpid()))
         threading.Event().wait()
 
-    def make(num_workers: int) -> object:
+    def make(num_workers):
         return DataLoader(Tokens(path, at_33(hang)), 4, num_workers=num_workers)
 
     torch.zeros(1)  # or importing it would take the time
@@ -271,12 +267,12 @@ def test_one_that_hangs_is_given_up_and_its_workers_end(path: Path, tmp_path: Pa
         (lambda: 1 / 0, r"it with 0 workers raised ZeroDivisionError: division by zero \(test_probe.py:\d+\)"),
     ],
 )
-def test_a_function_that_makes_no_loader(function: Callable[..., object], complaint: str) -> None:
+def test_a_function_that_makes_no_loader(function, complaint):
     with pytest.raises(CkptmanError, match=complaint):
         measured(function, workers=None)
 
 
-def test_workers_cannot_be_chosen_where_the_function_takes_none(path: Path) -> None:
+def test_workers_cannot_be_chosen_where_the_function_takes_none(path):
     with pytest.raises(ConfigError, match="it takes no num_workers, so --workers cannot choose"):
         measured(lambda: DataLoader(Tokens(path), 4), workers=[0, 2])
 
@@ -285,7 +281,7 @@ def test_workers_cannot_be_chosen_where_the_function_takes_none(path: Path) -> N
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
@@ -304,7 +300,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_modules_and_files_are_found(folder: Path) -> None:
+def test_modules_and_files_are_found(folder):
     assert find_function("good_train:make_loader")() == [2]
     assert find_function("good_train.py:make_loader")() == [2]
     assert find_function(f"{folder}/good_train.py:Data.make")() == [1]
@@ -331,9 +327,7 @@ def test_modules_and_files_are_found(folder: Path) -> None:
         ("syntax.py:x", CkptmanError, "syntax.py cannot be imported: SyntaxError"),
     ],
 )
-def test_what_is_not_there_or_cannot_be_imported(
-    folder: Path, source: str, kind: type[CkptmanError], complaint: str
-) -> None:
+def test_what_is_not_there_or_cannot_be_imported(folder, source, kind, complaint):
     with pytest.raises(kind, match=complaint) as caught:
         parse_source(source)
         find_function(source)

@@ -1,14 +1,9 @@
 """A run that is cut anywhere, and goes on, computes what the run computed that nobody cut."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,78 +31,78 @@ EPOCHS = 3
 class Noisy(Dataset[torch.Tensor]):
     """Its samples depend on all generators, as those that are augmented do."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         return torch.tensor([float(index), random.random(), float(np.random.rand()), float(torch.rand(()))])
 
 
 class Counting(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(range(SAMPLES))
 
 
-def shuffled(**more: Any) -> DataLoader[Any]:
+def shuffled(**more):
     return DataLoader(Noisy(), 4, shuffle=True, **more)
 
 
-def with_generator(**more: Any) -> DataLoader[Any]:
+def with_generator(**more):
     return DataLoader(Noisy(), 4, shuffle=True, generator=torch.Generator().manual_seed(5), **more)
 
 
-def one_by_one(**more: Any) -> DataLoader[Any]:
+def one_by_one(**more):
     """Its sampler is not at its end when the last batch is there, and draws once more then."""
     return DataLoader(Noisy(), 1, shuffle=True, generator=torch.Generator().manual_seed(5), **more)
 
 
-def replaced(**more: Any) -> DataLoader[Any]:
+def replaced(**more):
     sampler = RandomSampler(Noisy(), replacement=True, num_samples=90, generator=torch.Generator().manual_seed(7))
     return DataLoader(Noisy(), 4, sampler=sampler, **more)
 
 
-def weighted(**more: Any) -> DataLoader[Any]:
+def weighted(**more):
     return DataLoader(Noisy(), 4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES), **more)
 
 
-def elastic(**more: Any) -> DataLoader[Any]:
+def elastic(**more):
     return DataLoader(Noisy(), 4, sampler=ckptman.ElasticSampler(SAMPLES, seed=3), **more)
 
 
-def single(**more: Any) -> DataLoader[Any]:
+def single(**more):
     return DataLoader(Noisy(), batch_size=None, shuffle=True, **more)
 
 
-def dropping(**more: Any) -> DataLoader[Any]:
+def dropping(**more):
     return DataLoader(Noisy(), 4, shuffle=True, drop_last=True, **more)
 
 
-def elastic_dropping(**more: Any) -> DataLoader[Any]:
+def elastic_dropping(**more):
     return DataLoader(Noisy(), 4, sampler=ckptman.ElasticSampler(SAMPLES, seed=3), drop_last=True, **more)
 
 
-def stateful(**more: Any) -> DataLoader[Any]:
+def stateful(**more):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what torch deprecates, and torchdata calls
-        loader: DataLoader[Any] = StatefulDataLoader(Noisy(), 4, shuffle=True, **more)
+        loader = StatefulDataLoader(Noisy(), 4, shuffle=True, **more)
     return loader
 
 
-def prepared(**more: Any) -> DataLoader[Any]:
+def prepared(**more):
     return _prepare(shuffled(**more))
 
 
-def seedable(**more: Any) -> DataLoader[Any]:
+def seedable(**more):
     return _prepare(shuffled(**more), use_seedable_sampler=True, data_seed=3)
 
 
-def _prepare(loader: DataLoader[Any], **config: Any) -> DataLoader[Any]:
+def _prepare(loader, **config):
     accelerate = pytest.importorskip("accelerate")
     settings = accelerate.DataLoaderConfiguration(**config)
-    return accelerate.Accelerator(cpu=True, dataloader_config=settings).prepare(loader)  # type: ignore[no-any-return]
+    return accelerate.Accelerator(cpu=True, dataloader_config=settings).prepare(loader)
 
 
-KINDS: list[Callable[..., DataLoader[Any]]] = [
+KINDS = [
     *(shuffled, with_generator, one_by_one, replaced, weighted, elastic, single, dropping, elastic_dropping, stateful),
     *(prepared, seedable),
 ]
@@ -117,7 +112,7 @@ class Cut(Exception):
     """The process is gone."""
 
 
-def train(loader: ckptman.ResumableLoader[Any], seen: list[str], saves: list[Any], cut: int | None = None) -> None:
+def train(loader, seen, saves, cut=None):
     """A loop with dropout, which notes what it computes, and saves after each step. Cut after so many steps in all."""
     rng = ckptman.RNGState()
     if saves:
@@ -135,31 +130,31 @@ def train(loader: ckptman.ResumableLoader[Any], seen: list[str], saves: list[Any
         seen.append("epoch")
 
 
-def start(kind: Callable[..., DataLoader[Any]], **more: Any) -> ckptman.ResumableLoader[Any]:
+def start(kind, **more):
     return ckptman.ResumableLoader(kind(**more))
 
 
-def reference(kind: Callable[..., DataLoader[Any]], **more: Any) -> tuple[list[str], list[Any]]:
+def reference(kind, **more):
     seed_all(0)
-    seen: list[str] = []
-    saves: list[Any] = []
+    seen = []
+    saves = []
     train(start(kind, **more), seen, saves)
     return seen, saves
 
 
-def seed_all(seed: int) -> None:
+def seed_all(seed):
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_cut_after_any_step(kind: Callable[..., DataLoader[Any]]) -> None:
+def test_cut_after_any_step(kind):
     whole, all_saves = reference(kind)
     for cut in range(1, len(all_saves) + 1):
         seed_all(0)
-        seen: list[str] = []
-        saves: list[Any] = []
+        seen = []
+        saves = []
         with pytest.raises(Cut):
             train(start(kind), seen, saves, cut)
         seed_all(99)
@@ -169,14 +164,14 @@ def test_cut_after_any_step(kind: Callable[..., DataLoader[Any]]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("persistent", [False, True])
-def test_cut_with_workers(kind: Callable[..., DataLoader[Any]], persistent: bool) -> None:
-    more: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent}
+def test_cut_with_workers(kind, persistent):
+    more = {"num_workers": 2, "persistent_workers": persistent}
     whole, all_saves = reference(kind, **more)
     middle, epoch = len(all_saves) // 2, len(all_saves) // EPOCHS
     for cut in (1, epoch, middle, middle + 1):
         seed_all(0)
-        seen: list[str] = []
-        saves: list[Any] = []
+        seen = []
+        saves = []
         with pytest.raises(Cut):
             train(start(kind, **more), seen, saves, cut)
         seed_all(99)
@@ -189,35 +184,35 @@ class Tagged(Dataset[int]):
 
     tag = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return self.tag + index
 
 
-def tag_in_worker(worker: int) -> None:
+def tag_in_worker(worker):
     dataset = get_worker_info().dataset
     assert isinstance(dataset, Tagged)
     assert dataset[1] == 1
     dataset.tag = 100
 
 
-def test_a_worker_is_shown_its_dataset() -> None:
+def test_a_worker_is_shown_its_dataset():
     plain = DataLoader(Tagged(), batch_size=4, num_workers=1, worker_init_fn=tag_in_worker)
     batches = [batch.tolist() for batch in ckptman.ResumableLoader(plain)]
     assert batches == [batch.tolist() for batch in plain]
     assert batches[0] == [100, 101, 102, 103]
 
 
-def test_what_was_consumed_is_not_read_again() -> None:
-    read: list[int] = []
+def test_what_was_consumed_is_not_read_again():
+    read = []
 
     class Reads(Dataset[int]):
-        def __len__(self) -> int:
+        def __len__(self):
             return SAMPLES
 
-        def __getitem__(self, index: int) -> int:
+        def __getitem__(self, index):
             read.append(index)
             return index
 
@@ -231,7 +226,7 @@ def test_what_was_consumed_is_not_read_again() -> None:
     assert read == [8, 9, 10, 11]
 
 
-def test_a_wrapped_loader_gives_what_the_plain_one_gives() -> None:
+def test_a_wrapped_loader_gives_what_the_plain_one_gives():
     for kind in KINDS:
         if kind in (elastic, elastic_dropping, stateful):
             continue
@@ -248,19 +243,19 @@ class Positioned(Noisy):
 
     reads = 0
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         self.reads += 1
         return torch.cat([super().__getitem__(index), torch.tensor([float(self.reads)])])[1:]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"reads": self.reads}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.reads = state["reads"]
 
 
-def test_a_stateful_loader_keeps_its_own_state() -> None:
-    def positioned() -> Any:
+def test_a_stateful_loader_keeps_its_own_state():
+    def positioned():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return StatefulDataLoader(Positioned(), 4, shuffle=True)
@@ -268,8 +263,8 @@ def test_a_stateful_loader_keeps_its_own_state() -> None:
     whole, all_saves = reference(positioned)
     for cut in range(1, len(all_saves) + 1):
         seed_all(0)
-        seen: list[str] = []
-        saves: list[Any] = []
+        seen = []
+        saves = []
         with pytest.raises(Cut):
             train(start(positioned), seen, saves, cut)
         seed_all(99)
@@ -277,7 +272,7 @@ def test_a_stateful_loader_keeps_its_own_state() -> None:
         assert seen == whole, f"cut after step {cut}"
 
 
-def test_an_iterable_dataset_is_read_again() -> None:
+def test_an_iterable_dataset_is_read_again():
     first = ckptman.ResumableLoader(DataLoader(Counting(), 4))
     iterator = iter(first)
     next(iterator), next(iterator)
@@ -287,8 +282,8 @@ def test_an_iterable_dataset_is_read_again() -> None:
     assert second.epoch == 1
 
 
-def test_a_pass_that_is_left_early_is_over_when_the_next_begins() -> None:
-    loader = ckptman.ResumableLoader(DataLoader(range(SAMPLES), 4))  # type: ignore[arg-type]
+def test_a_pass_that_is_left_early_is_over_when_the_next_begins():
+    loader = ckptman.ResumableLoader(DataLoader(range(SAMPLES), 4))
     for _ in loader:
         break
     assert (loader.epoch, loader.batch) == (0, 1)
@@ -296,8 +291,8 @@ def test_a_pass_that_is_left_early_is_over_when_the_next_begins() -> None:
     assert (loader.epoch, loader.batch) == (1, 1)
 
 
-def test_iterated_twice_at_once() -> None:
-    loader = ckptman.ResumableLoader(DataLoader(range(SAMPLES), 4))  # type: ignore[arg-type]
+def test_iterated_twice_at_once():
+    loader = ckptman.ResumableLoader(DataLoader(range(SAMPLES), 4))
     first = iter(loader)
     next(first)
     next(iter(loader))
@@ -305,12 +300,12 @@ def test_iterated_twice_at_once() -> None:
         next(first)
 
 
-def test_an_iterator_cannot_be_wrapped() -> None:
+def test_an_iterator_cannot_be_wrapped():
     with pytest.raises(ConfigError, match="only once: give the DataLoader itself"):
-        ckptman.ResumableLoader(iter(DataLoader(range(4))))  # type: ignore[arg-type]
+        ckptman.ResumableLoader(iter(DataLoader(range(4))))
 
 
-def test_data_of_another_length() -> None:
+def test_data_of_another_length():
     loader = start(shuffled)
     next(iter(loader))
     other = ckptman.ResumableLoader(DataLoader(Noisy(), 5, shuffle=True))
@@ -324,14 +319,14 @@ def test_data_of_another_length() -> None:
 
 
 @pytest.mark.parametrize("value", [DataLoader(Noisy(), 4), iter([1, 2])], ids=["loader", "iterator"])
-def test_a_plain_loader_in_the_state(value: object) -> None:
+def test_a_plain_loader_in_the_state(value):
     with pytest.raises(ConfigError) as error:
         snapshot({"data": value}, 0)
     assert "ckptman.ResumableLoader" in str(error.value)
     assert len(str(error.value).splitlines()) <= 3
 
 
-def test_a_position_behind_the_last_batch_fits_any_data() -> None:
+def test_a_position_behind_the_last_batch_fits_any_data():
     loader = start(shuffled)
     for _ in zip(range(6), loader):
         pass
@@ -348,7 +343,7 @@ def test_a_position_behind_the_last_batch_fits_any_data() -> None:
             assert len(list(each)) == batches
 
 
-def zipped(first: Any, second: Any, seen: list[Any], saves: list[Any], cut: int | None = None) -> None:
+def zipped(first, second, seen, saves, cut=None):
     """Two loaders at once, by one of which nothing is drawn before the other has drawn; and noise of a loop."""
     rng = ckptman.RNGState()
     if saves:
@@ -365,18 +360,18 @@ def zipped(first: Any, second: Any, seen: list[Any], saves: list[Any], cut: int 
 
 
 @pytest.mark.parametrize("kind", [shuffled, with_generator], ids=lambda kind: kind.__name__)
-def test_two_loaders_at_once(kind: Callable[..., DataLoader[Any]]) -> None:
-    def pair() -> list[ckptman.ResumableLoader[Any]]:
+def test_two_loaders_at_once(kind):
+    def pair():
         return [start(kind), ckptman.ResumableLoader(DataLoader(Noisy(), 3, shuffle=True))]
 
     seed_all(0)
-    whole: list[Any] = []
-    all_saves: list[Any] = []
+    whole = []
+    all_saves = []
     zipped(*pair(), whole, all_saves)
     for cut in range(1, len(all_saves) + 1):
         seed_all(0)
-        seen: list[Any] = []
-        saves: list[Any] = []
+        seen = []
+        saves = []
         with pytest.raises(Cut):
             zipped(*pair(), seen, saves, cut)
         seed_all(99)
@@ -384,11 +379,9 @@ def test_two_loaders_at_once(kind: Callable[..., DataLoader[Any]]) -> None:
         assert seen == whole, f"cut after step {cut}"
 
 
-def test_workers_draw_other_numbers_in_each_epoch() -> None:
-    sampler: DistributedSampler[Any] = DistributedSampler(Noisy(), 1, 0)  # draws nothing of the process
-    loader = ckptman.ResumableLoader(
-        DataLoader(Noisy(), 4, sampler=sampler, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
-    )
+def test_workers_draw_other_numbers_in_each_epoch():
+    sampler = DistributedSampler(Noisy(), 1, 0)  # draws nothing of the process
+    loader = ckptman.ResumableLoader(DataLoader(Noisy(), 4, sampler=sampler, num_workers=1, persistent_workers=True))
     epochs = [{row[1].item() for batch in loader for row in batch} for _ in range(3)]
     assert len(set.union(*epochs)) == 3 * SAMPLES
 
@@ -396,21 +389,21 @@ def test_workers_draw_other_numbers_in_each_epoch() -> None:
 class Blocks(Sampler[int]):
     """Shuffles block by block, each when it comes to it."""
 
-    def __init__(self, generator: torch.Generator | None) -> None:
+    def __init__(self, generator):
         self.generator = generator
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         for start in range(0, SAMPLES, 6):
             for each in torch.randperm(min(6, SAMPLES - start), generator=self.generator):
                 yield start + int(each)
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_sampler_that_draws_between_what_the_training_draws_is_told(own: bool) -> None:
-    def blocks() -> ckptman.ResumableLoader[Any]:
+def test_a_sampler_that_draws_between_what_the_training_draws_is_told(own):
+    def blocks():
         sampler = Blocks(torch.Generator() if own else None)
         return ckptman.ResumableLoader(DataLoader(Noisy(), 4, sampler=sampler))
 
@@ -428,7 +421,7 @@ def test_a_sampler_that_draws_between_what_the_training_draws_is_told(own: bool)
 
 
 class Broken(Noisy):
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         if index == 5:
             raise OSError("sample 5 cannot be read")
         return super().__getitem__(index)
@@ -436,8 +429,8 @@ class Broken(Noisy):
 
 @pytest.mark.parametrize("by_accelerate", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_behind_a_sample_that_cannot_be_read_comes_the_next_batch(workers: int, by_accelerate: bool) -> None:
-    def broken() -> ckptman.ResumableLoader[Any]:
+def test_behind_a_sample_that_cannot_be_read_comes_the_next_batch(workers, by_accelerate):
+    def broken():
         plain = DataLoader(Broken(), 4, num_workers=workers)
         return ckptman.ResumableLoader(_prepare(plain) if by_accelerate else plain)
 
@@ -451,29 +444,29 @@ def test_behind_a_sample_that_cannot_be_read_comes_the_next_batch(workers: int, 
         assert next(each)[:, 0].tolist() == [8, 9, 10, 11]
 
 
-def test_an_epoch_may_be_ended_early() -> None:
+def test_an_epoch_may_be_ended_early():
     loader = start(shuffled)
     next(iter(loader))
     loader.end_epoch()
     assert (loader.epoch, loader.batch, loader.state_dict()["begun"]) == (1, 0, False)
 
 
-def test_what_has_no_position() -> None:
+def test_what_has_no_position():
     with pytest.raises(ConfigError, match="out of order have no position"):
         ckptman.ResumableLoader(DataLoader(Noisy(), 4, num_workers=1, in_order=False))
     for state in (None, 3, {}, {"epoch": 1}, {"epoch": 1, "batch": 0, "begun": False}):
         with pytest.raises(ConfigError, match="another kind of loader under this name, or none"):
-            start(shuffled).load_state_dict(state)  # type: ignore[arg-type]
+            start(shuffled).load_state_dict(state)
 
 
-def test_a_copy_of_a_loader_can_be_made() -> None:
+def test_a_copy_of_a_loader_can_be_made():
     loader = start(shuffled)
     next(iter(loader))
     copied = copy.deepcopy(loader)
     assert copied.state_dict() == loader.state_dict()
 
 
-def test_a_state_with_a_loader_and_without_generators_is_warned_of(tmp_path: Path) -> None:
+def test_a_state_with_a_loader_and_without_generators_is_warned_of(tmp_path):
     loader = ckptman.ResumableLoader(DataLoader(Noisy(), 4))
     with pytest.warns(RuntimeWarning, match=r"Add ckptman.RNGState\(\)"):
         ckptman.Checkpointer(tmp_path, {"data": loader}, deadline=None).close()

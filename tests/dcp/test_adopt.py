@@ -1,7 +1,5 @@
 """`ckptman adopt`: what plain DCP wrote is ckptman's, its files as they were; or it is refused, and as it was."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -32,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process")
 State = dict[str, Any]
 
 
-def state(shift: float = 0.0) -> State:
+def state(shift=0.0):
     generator = torch.Generator().manual_seed(0)
     return {
         "model": {"w": torch.randn(300, 301, generator=generator) + shift, "b": torch.ones(5, dtype=torch.bfloat16)},
@@ -42,26 +40,26 @@ def state(shift: float = 0.0) -> State:
     }
 
 
-def save(path: Path, files: int = 3, shift: float = 0.0) -> Path:
+def save(path, files=3, shift=0.0):
     dcp.save(state(shift), storage_writer=dcp.FileSystemWriter(path, thread_count=files))
     return path
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(tmp_path_factory):
     return save(tmp_path_factory.mktemp("plain") / "step-1000")
 
 
 @pytest.fixture
-def folder(plain: Path, tmp_path: Path) -> Path:
+def folder(plain, tmp_path):
     return Path(shutil.copytree(plain, tmp_path / "root" / "step-1000"))
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {each.name: each.read_bytes() for each in folder.iterdir()}
 
 
-def comes_back(path: Path) -> None:
+def comes_back(path):
     """Whoever loads it has what was saved."""
     for load in (ckptman.load, lambda fresh, where: dcp.load(fresh, checkpoint_id=where)):
         fresh = {"model": {name: blank(each) for name, each in state()["model"].items()}, "epoch": 0, "shape": ()}
@@ -71,9 +69,7 @@ def comes_back(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_a_checkpoint_then_and_its_files_are_what_they_were(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_a_checkpoint_then_and_its_files_are_what_they_were(folder, capsys):
     before = files(folder)
     assert {"__0_0.distcp", "__0_1.distcp", "__0_2.distcp"} < before.keys()
     done = adopt(folder)
@@ -98,7 +94,7 @@ def test_it_is_a_checkpoint_then_and_its_files_are_what_they_were(
 
 
 @pytest.mark.slow
-def test_a_file_that_nothing_is_in_belongs_to_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_nothing_is_in_belongs_to_it(tmp_path, capsys):
     dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "root" / "step-1", thread_count=3))
     assert (tmp_path / "root" / "step-1" / "__0_2.distcp").stat().st_size == 0
     path = adopt(tmp_path / "root" / "step-1").path
@@ -108,7 +104,7 @@ def test_a_file_that_nothing_is_in_belongs_to_it(tmp_path: Path, capsys: pytest.
     assert holds(tmp_path / "copies").keys() == {1}
 
 
-def test_what_an_earlier_save_left_does_not_belong_to_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_earlier_save_left_does_not_belong_to_it(folder, capsys):
     """Saved again on fewer ranks, plain DCP leaves the files of the others."""
     shutil.copy(folder / "__0_1.distcp", folder / "__7_0.distcp")
     path = adopt(folder).path
@@ -120,7 +116,7 @@ def test_what_an_earlier_save_left_does_not_belong_to_it(folder: Path, capsys: p
     assert "__7_0.distcp" in capsys.readouterr().out
 
 
-def test_a_run_goes_on_from_it(folder: Path) -> None:
+def test_a_run_goes_on_from_it(folder):
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
@@ -143,12 +139,12 @@ def test_a_run_goes_on_from_it(folder: Path) -> None:
     assert [entry.step for entry in Catalog(root).complete()] == [7, 8]
 
 
-def test_payloads_are_found_so_that_nothing_is_unpickled(folder: Path) -> None:
+def test_payloads_are_found_so_that_nothing_is_unpickled(folder):
     saved = SavedState.read(adopt(folder).path)
     assert all(chunk.payload >= 0 for name in saved.index.tensors for chunk in saved.all_chunks(name))
 
 
-def test_a_changed_byte_is_found_from_then_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_byte_is_found_from_then_on(folder, capsys):
     path = adopt(folder).path
     data = bytearray((path / "__0_1.distcp").read_bytes())
     data[len(data) // 2] ^= 1
@@ -159,19 +155,19 @@ def test_a_changed_byte_is_found_from_then_on(folder: Path, capsys: pytest.Captu
         ckptman.load(state(), path)
 
 
-def whole() -> State:
+def whole():
     generator = torch.Generator().manual_seed(0)
     return {"uneven": torch.randn(7, 5, generator=generator), "other": torch.randn(3, 301, generator=generator)}
 
 
-def _save_sharded(path: str) -> None:
+def _save_sharded(path):
     mesh = init_device_mesh("cpu", (4,))
     sharded = {name: distribute_tensor(each, mesh, [Shard(0)], src_data_rank=None) for name, each in whole().items()}
     dcp.save({"model": sharded}, storage_writer=dcp.FileSystemWriter(path, single_file_per_rank=False))
 
 
 @pytest.mark.slow
-def test_shards_of_many_ranks_in_many_files(tmp_path: Path) -> None:
+def test_shards_of_many_ranks_in_many_files(tmp_path):
     run_ranks(4, _save_sharded, str(tmp_path / "global_step12"))
     done = adopt(tmp_path / "global_step12")
     fresh = {"model": {name: torch.zeros_like(each) for name, each in whole().items()}}
@@ -184,7 +180,7 @@ def test_shards_of_many_ranks_in_many_files(tmp_path: Path) -> None:
 # ---- names, steps, order -----------------------------------------------------------------------------------------
 
 
-def test_the_step_can_be_said_and_the_name_kept(folder: Path, plain: Path, tmp_path: Path) -> None:
+def test_the_step_can_be_said_and_the_name_kept(folder, plain, tmp_path):
     final = Path(shutil.copytree(plain, tmp_path / "final"))
     with pytest.raises(ckptman.ConfigError, match="its name tells no step"):
         adopt(final)
@@ -205,7 +201,7 @@ def test_the_step_can_be_said_and_the_name_kept(folder: Path, plain: Path, tmp_p
     assert adopt(folder, 5).path.parent == folder.parent  # another root has a step 5 of its own
 
 
-def test_the_newest_is_that_of_the_highest_step_in_whatever_order(tmp_path: Path) -> None:
+def test_the_newest_is_that_of_the_highest_step_in_whatever_order(tmp_path):
     for step in (10, 2, 30, 1):
         save(tmp_path / f"step-{step}", files=1)
     os.utime(tmp_path / "step-1" / ".metadata")  # as copying does: the oldest has the latest date
@@ -215,13 +211,13 @@ def test_the_newest_is_that_of_the_highest_step_in_whatever_order(tmp_path: Path
 
 
 class DiesBeforeItsName(Disk):
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         if source.is_dir():
             raise Death
         super().rename(source, target)
 
 
-def test_where_it_belongs_is_decided_when_it_gets_its_name(tmp_path: Path) -> None:
+def test_where_it_belongs_is_decided_when_it_gets_its_name(tmp_path):
     for step in (100, 200, 300):
         commit(tmp_path, step)
     adopt(save(tmp_path / "step-1000", files=1), keep_name=True)
@@ -235,7 +231,7 @@ def test_where_it_belongs_is_decided_when_it_gets_its_name(tmp_path: Path) -> No
     assert main(["verify", str(tmp_path)]) == 0
 
 
-def test_one_whose_adoption_was_killed_belongs_where_its_step_is(tmp_path: Path) -> None:
+def test_one_whose_adoption_was_killed_belongs_where_its_step_is(tmp_path):
     for step in (500, 100):  # by their dates, as a copy may have left them, 100 is the later one
         save(tmp_path / f"step-{step}", files=1)
     with pytest.raises(Death):
@@ -246,7 +242,7 @@ def test_one_whose_adoption_was_killed_belongs_where_its_step_is(tmp_path: Path)
     assert [entry.step for entry in Catalog(tmp_path).complete()] == [100, 500]
 
 
-def test_what_a_rollback_left_behind_gives_its_place_to_nobody(tmp_path: Path) -> None:
+def test_what_a_rollback_left_behind_gives_its_place_to_nobody(tmp_path):
     for step in (100, 200, 300):
         commit(tmp_path, step)
     assert main(["rollback", str(tmp_path), "--to-step", "100"]) == 0
@@ -255,9 +251,7 @@ def test_what_a_rollback_left_behind_gives_its_place_to_nobody(tmp_path: Path) -
     assert [entry.step for entry in Catalog(tmp_path).complete()] == [100, 250]
 
 
-def test_a_folder_of_many_is_adopted_and_what_is_damaged_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_many_is_adopted_and_what_is_damaged_is_told(tmp_path, capsys):
     root = tmp_path / "root"
     for step in (100, 20, 3):
         save(root / f"step-{step}", files=1)
@@ -284,7 +278,7 @@ def test_a_folder_of_many_is_adopted_and_what_is_damaged_is_told(
 
 
 @pytest.mark.slow
-def test_one_that_cannot_be_entered_or_written_keeps_no_other_from_it(tmp_path: Path) -> None:
+def test_one_that_cannot_be_entered_or_written_keeps_no_other_from_it(tmp_path):
     root = tmp_path / "root"
     for step in (1, 2, 3):
         save(root / f"step-{step}", files=1)
@@ -308,7 +302,7 @@ def test_one_that_cannot_be_entered_or_written_keeps_no_other_from_it(tmp_path: 
 
 
 @pytest.mark.slow
-def test_where_the_folder_cannot_be_renamed_nothing_is_put_beside(folder: Path) -> None:
+def test_where_the_folder_cannot_be_renamed_nothing_is_put_beside(folder):
     before = files(folder)
     folder.parent.chmod(0o555)
     try:
@@ -320,7 +314,7 @@ def test_where_the_folder_cannot_be_renamed_nothing_is_put_beside(folder: Path) 
     assert files(folder) == before
 
 
-def test_what_is_not_there_and_which_one_of_several(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_and_which_one_of_several(folder, capsys):
     assert main(["adopt", str(folder.parent / "nix")]) == 3
     assert f"there is no {folder.parent}/nix" in capsys.readouterr().err
     assert main(["adopt", str(folder.parent), "--step", "3"]) == 2
@@ -333,10 +327,10 @@ def test_what_is_not_there_and_which_one_of_several(folder: Path, capsys: pytest
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_damaged_is_refused_and_stays_as_it_was(folder: Path) -> None:
+def test_what_is_damaged_is_refused_and_stays_as_it_was(folder):
     original = files(folder)
 
-    def refuse(match: str, error: type[Exception] = ckptman.CorruptError) -> None:
+    def refuse(match, error=ckptman.CorruptError):
         before = files(folder)
         with pytest.raises(error, match=match):
             adopt(folder)
@@ -371,7 +365,7 @@ def test_what_is_damaged_is_refused_and_stays_as_it_was(folder: Path) -> None:
     assert adopt(folder).step == 1000
 
 
-def test_a_pickle_that_is_not_loaded_is_refused(tmp_path: Path) -> None:
+def test_a_pickle_that_is_not_loaded_is_refused(tmp_path):
     dcp.save({"w": torch.ones(2), "x": slice(1)}, checkpoint_id=tmp_path / "step-1")
     before = files(tmp_path / "step-1")
     with pytest.raises(ckptman.CorruptError, match="asks for slice"):
@@ -379,7 +373,7 @@ def test_a_pickle_that_is_not_loaded_is_refused(tmp_path: Path) -> None:
     assert files(tmp_path / "step-1") == before
 
 
-def test_other_names_for_data_and_links_to_the_folder_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_other_names_for_data_and_links_to_the_folder_are_refused(folder, tmp_path):
     (tmp_path / "step-5").symlink_to(folder)
     with pytest.raises(ckptman.ConfigError, match="is a link: name the folder"):
         adopt(tmp_path / "step-5")
@@ -395,7 +389,7 @@ def test_other_names_for_data_and_links_to_the_folder_are_refused(folder: Path, 
         adopt(folder, 3)
 
 
-def test_a_save_of_the_same_step_is_never_covered_up(folder: Path, tmp_path: Path) -> None:
+def test_a_save_of_the_same_step_is_never_covered_up(folder, tmp_path):
     commit(folder.parent, 1000)
     final = folder.with_name("step-0000001000")
     aside = final.rename(final.with_name(f"{final.name}.old-0a1b2c3d"))  # between the two renames of a commit
@@ -408,7 +402,7 @@ def test_a_save_of_the_same_step_is_never_covered_up(folder: Path, tmp_path: Pat
     shutil.rmtree(final)
     aside.rename(tmp_path / "aside")
 
-    def run_saves(count: int) -> None:
+    def run_saves(count):
         if not final.exists():
             commit(folder.parent, 1000)
 
@@ -417,10 +411,10 @@ def test_a_save_of_the_same_step_is_never_covered_up(folder: Path, tmp_path: Pat
     assert files(folder) == before
 
 
-def test_a_writer_that_is_not_done_is_noticed(folder: Path) -> None:
+def test_a_writer_that_is_not_done_is_noticed(folder):
     touched = []
 
-    def touch(count: int) -> None:
+    def touch(count):
         if not touched:
             touched.append(os.utime(folder / "__0_0.distcp"))
 
@@ -434,9 +428,7 @@ def test_a_writer_that_is_not_done_is_noticed(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [None, errno.ENOSPC])
-def test_wherever_it_ends_the_files_are_what_they_were_and_it_can_be_run_again(
-    plain: Path, error: int | None, tmp_path: Path
-) -> None:
+def test_wherever_it_ends_the_files_are_what_they_were_and_it_can_be_run_again(plain, error, tmp_path):
     original = files(plain)
     reached = 0
     for number, fault in enumerate(faults(error)):

@@ -1,13 +1,9 @@
 """Plain values, subclasses and what cannot be saved: as plain DCP does it, or refused by name."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections import OrderedDict
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -23,8 +19,6 @@ from tests.dcp.test_values import (
     WAYS,
     WRITERS,
     Named,
-    State,
-    Way,
     bits,
     blank,
     differing,
@@ -39,14 +33,14 @@ class Doubled(torch.Tensor):
     """Holds its elements in a tensor of another dtype: its own storage has no bytes."""
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Doubled:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
 
-    def __init__(self, inner: torch.Tensor) -> None:
+    def __init__(self, inner):
         self.inner = inner
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].inner)
         if func is torch.ops.aten.clone.default:
@@ -59,7 +53,7 @@ class Doubled(torch.Tensor):
 
 
 @in_all_ways
-def test_tensor_subclasses(tmp_path: Path, way: Way) -> None:
+def test_tensor_subclasses(tmp_path, way):
     values = noise(torch.int16, 4, 6)
     saved = {"named": values.as_subclass(Named), "view of named": values.as_subclass(Named)[1:3, ::2]}
     with torch.serialization.safe_globals([Named, Doubled]):
@@ -73,15 +67,15 @@ def test_tensor_subclasses(tmp_path: Path, way: Way) -> None:
 class Quantized(Doubled):
     """Can be detached and copied, and nothing else: no cutting, no cloning. So is the state of some optimizers."""
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
+    def __tensor_flatten__(self):
         return ["inner"], None
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Quantized:
+    def __tensor_unflatten__(cls, inner, *_):
         return cls(inner["inner"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].inner)
         if func is torch.ops.aten.copy_.default and isinstance(args[1], cls):
@@ -93,13 +87,13 @@ class Quantized(Doubled):
 
 
 class Layer(torch.nn.Module):
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values):
         super().__init__()
         self.register_buffer("x", Quantized(values))
 
 
 @pytest.mark.parametrize("way", [*WAYS, ("Checkpointer", "restore")], ids=" to ".join)
-def test_tensors_that_can_only_be_copied(tmp_path: Path, way: Way) -> None:
+def test_tensors_that_can_only_be_copied(tmp_path, way):
     values = noise(torch.int16, 4, 6)
     fresh = {"x": Quantized(torch.zeros_like(values))}
     with torch.serialization.safe_globals([Quantized]):
@@ -118,7 +112,7 @@ def test_tensors_that_can_only_be_copied(tmp_path: Path, way: Way) -> None:
 
 @pytest.mark.parametrize("sizes", [(4, 6), (1100, 1200)], ids=["small", "large"])
 @in_all_ways
-def test_into_a_tensor_that_holds_its_elements_elsewhere(tmp_path: Path, way: Way, sizes: tuple[int, int]) -> None:
+def test_into_a_tensor_that_holds_its_elements_elsewhere(tmp_path, way, sizes):
     """Its own memory is at address 0: what is put there is lost without a word. Only its copy_ knows better."""
     values = torch.arange(math.prod(sizes)).remainder(100).reshape(sizes).float() * 2
     save({"x": values}, tmp_path / "x", way[0])
@@ -127,7 +121,7 @@ def test_into_a_tensor_that_holds_its_elements_elsewhere(tmp_path: Path, way: Wa
     assert torch.equal(fresh["x"].inner * 2.0, values)
 
 
-def plain_values() -> State:
+def plain_values():
     return {
         "none": None,
         "flag": True,
@@ -153,7 +147,7 @@ def plain_values() -> State:
     }
 
 
-def emptied(value: Any) -> Any:
+def emptied(value):
     """The same containers with other things in them."""
     if isinstance(value, dict):
         return type(value)((key, emptied(each)) for key, each in value.items())
@@ -162,7 +156,7 @@ def emptied(value: Any) -> Any:
     return blank(value) if isinstance(value, torch.Tensor) else "not loaded"
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(one, other):
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(bits(one), bits(other))
     if type(one) is not type(other):
@@ -175,7 +169,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 @in_all_ways
-def test_plain_values_and_nested_containers(tmp_path: Path, way: Way) -> None:
+def test_plain_values_and_nested_containers(tmp_path, way):
     values = plain_values()
     save(plain_values(), tmp_path / "x", way[0])
     fresh = emptied(values)
@@ -190,15 +184,15 @@ def test_plain_values_and_nested_containers(tmp_path: Path, way: Way) -> None:
     ids=["dtype", "device", "tuple of tensors", "nested tuple of tensors", "array"],
 )
 @in_all_ways
-def test_values_that_dcp_pickles_whole(tmp_path: Path, way: Way, value: Any) -> None:
+def test_values_that_dcp_pickles_whole(tmp_path, way, value):
     save({"x": value}, tmp_path / "x", way[0])
-    fresh: State = {"x": {"a": None} if isinstance(value, dict) else None}
+    fresh = {"x": {"a": None} if isinstance(value, dict) else None}
     load(fresh, tmp_path / "x", way[1])
     assert repr(fresh["x"]) == repr(value)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_tensors_without_bytes_are_refused_by_name(tmp_path: Path, writer: str) -> None:
+def test_tensors_without_bytes_are_refused_by_name(tmp_path, writer):
     state = {"layer": {"weight": torch.empty(3, device="meta")}, "bias": torch.ones(3)}
     with pytest.raises((Exception, dcp.api.CheckpointException)) as caught:
         save(state, tmp_path / "x", writer)
@@ -211,7 +205,7 @@ def test_tensors_without_bytes_are_refused_by_name(tmp_path: Path, writer: str) 
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_nothing_can_be_loaded_on_the_meta_device(tmp_path: Path, writer: str) -> None:
+def test_nothing_can_be_loaded_on_the_meta_device(tmp_path, writer):
     save({"layer": {"weight": torch.ones(3, 5)}, "bias": torch.ones(3)}, tmp_path / "x", writer)
     state = {"layer": {"weight": torch.empty(3, 5, device="meta")}, "bias": torch.zeros(3)}
     with pytest.raises(ckptman.ConfigError, match=r"layer\.weight is on the meta device"):
@@ -221,9 +215,9 @@ def test_nothing_can_be_loaded_on_the_meta_device(tmp_path: Path, writer: str) -
 
 @pytest.mark.parametrize("value", [10**5000, (1, -(10**5000))], ids=["alone", "in a tuple"])
 @pytest.mark.parametrize("reader", ["dcp", "ckptman.load"])
-def test_an_integer_that_python_does_not_write(tmp_path: Path, reader: str, value: Any) -> None:
+def test_an_integer_that_python_does_not_write(tmp_path, reader, value):
     save({"x": value}, tmp_path / "x", "ckptman.save")
-    state: State = {"x": None}
+    state = {"x": None}
     load(state, tmp_path / "x", reader)
     assert state["x"] == value
     with pytest.raises(dcp.api.CheckpointException, match="255 bytes"):
@@ -231,10 +225,10 @@ def test_an_integer_that_python_does_not_write(tmp_path: Path, reader: str, valu
 
 
 @in_all_ways
-def test_a_value_of_a_class_that_is_allowed(tmp_path: Path, way: Way) -> None:
+def test_a_value_of_a_class_that_is_allowed(tmp_path, way):
     value = datetime(2026, 11, 22, tzinfo=timezone.utc)
     save({"when": value}, tmp_path / "x", way[0])
-    state: State = {"when": None}
+    state = {"when": None}
     if way[1] != "dcp":
         with pytest.raises((Exception, dcp.api.CheckpointException), match="add_safe_globals"):
             load(state, tmp_path / "x", way[1])
@@ -244,7 +238,7 @@ def test_a_value_of_a_class_that_is_allowed(tmp_path: Path, way: Way) -> None:
     assert state == {"when": value}
 
 
-def ordered(value: Any) -> Any:
+def ordered(value):
     """A state as text, with its names in order."""
     if isinstance(value, dict):
         return {name: ordered(value[name]) for name in sorted(value)}
@@ -253,24 +247,24 @@ def ordered(value: Any) -> Any:
 
 @pytest.mark.parametrize("reader", READERS[:2])
 @pytest.mark.parametrize("writer", WRITERS)
-def test_where_in_the_state_a_name_is(tmp_path: Path, writer: str, reader: str) -> None:
+def test_where_in_the_state_a_name_is(tmp_path, writer, reader):
     """Who builds the state from the checkpoint is told how it was nested."""
-    saved: State = {
+    saved = {
         "model": {"a.b": torch.ones(2), "n": [1, {"w": torch.zeros(2)}]},
         "optim": {"state": {"w": {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]},
         "epoch": 3,
     }
     save(saved, tmp_path / "x", writer)
     storage = (FileSystemReader if reader == "dcp" else ckptman.StorageReader)(tmp_path / "x")
-    found: State = {}
+    found = {}
     _load_state_dict(found, storage_reader=storage, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     assert ordered(found) == ordered(saved)
 
 
 @pytest.mark.parametrize("writer", WRITERS[:2])
-def test_a_name_that_was_not_saved_is_told_and_one_that_is_not_wanted_is_left(tmp_path: Path, writer: str) -> None:
+def test_a_name_that_was_not_saved_is_told_and_one_that_is_not_wanted_is_left(tmp_path, writer):
     save({"a": torch.ones(3), "b": torch.ones(2), "c": 1, "n": {"d": 4}}, tmp_path / "x", writer)
-    state: State = {"a": torch.zeros(3)}
+    state = {"a": torch.zeros(3)}
     load(state, tmp_path / "x", "ckptman.load")
     assert torch.equal(state["a"], torch.ones(3))
     assert list(state) == ["a"]
@@ -288,9 +282,9 @@ def test_a_name_that_was_not_saved_is_told_and_one_that_is_not_wanted_is_left(tm
 
 @pytest.mark.parametrize("reader", READERS[:2])
 @pytest.mark.parametrize("writer", WRITERS)
-def test_where_in_the_state_a_name_is_beside_what_is_no_plain_value(tmp_path: Path, writer: str, reader: str) -> None:
+def test_where_in_the_state_a_name_is_beside_what_is_no_plain_value(tmp_path, writer, reader):
     """And where the way to it has the name of another tensor."""
-    saved: State = {
+    saved = {
         "settings": {"dtype": torch.float32, "n": {"x": 3}},
         "state": {"w": {"m": torch.ones(1), "dtype": torch.float32}},
         "a": {"b": {"c": 1, "d": torch.zeros(2)}, "l": [[1], 2]},
@@ -298,22 +292,22 @@ def test_where_in_the_state_a_name_is_beside_what_is_no_plain_value(tmp_path: Pa
     }
     save(saved, tmp_path / "x", writer)
     storage = (FileSystemReader if reader == "dcp" else ckptman.StorageReader)(tmp_path / "x")
-    found: State = {}
+    found = {}
     _load_state_dict(found, storage_reader=storage, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     assert ordered(found) == ordered(saved)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_an_empty_mapping_in_a_list_stays_one(tmp_path: Path, writer: str) -> None:
+def test_an_empty_mapping_in_a_list_stays_one(tmp_path, writer):
     """DCP saves nothing of it."""
     save({"groups": [{}, {"x": torch.ones(2)}, None]}, tmp_path / "x", writer)
-    state: State = {"groups": [{}, {"x": torch.zeros(2)}, 0]}
+    state = {"groups": [{}, {"x": torch.zeros(2)}, 0]}
     load(state, tmp_path / "x", "ckptman.load")
     assert repr(state["groups"]) == repr([{}, {"x": torch.ones(2)}, None])
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_two_tensors_of_one_name_are_not_both_loaded(tmp_path: Path, reader: str) -> None:
+def test_two_tensors_of_one_name_are_not_both_loaded(tmp_path, reader):
     save({"a": {"b": torch.ones(3)}}, tmp_path / "x", "ckptman.save")
     state = {"a.b": torch.zeros(3), "a": {"b": torch.zeros(3)}}
     with pytest.raises((Exception, dcp.api.CheckpointException), match=r"flat\w* \w+ a\.b"):
@@ -322,9 +316,9 @@ def test_two_tensors_of_one_name_are_not_both_loaded(tmp_path: Path, reader: str
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_what_torch_2_3_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+def test_what_torch_2_3_saved(tmp_path, monkeypatch, reader):
     """It flattened no dict in which there is no tensor."""
-    saved: State = {
+    saved = {
         "model": {"w": torch.ones(6)},
         "schedule": {"last_epoch": 4, "deeper": {"lrs": [0.1]}},
         "optimizer": {"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
@@ -353,7 +347,7 @@ def test_what_torch_2_3_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     ],
     ids=str,
 )
-def test_paths_in_metadata_that_lead_nowhere(tmp_path: Path, paths: Any) -> None:
+def test_paths_in_metadata_that_lead_nowhere(tmp_path, paths):
     """Whatever somebody's metadata says of where the values are: it is refused by name, or it is read."""
     path = tmp_path / "x"
     dcp.save({"w": torch.ones(3), "v": torch.ones(2)}, checkpoint_id=path, no_dist=True)

@@ -1,14 +1,11 @@
 """Plain DCP reads what ckptman wrote, and ckptman restores what plain DCP wrote."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -35,7 +31,7 @@ pytestmark = [
 ]
 
 
-def save_with_ckptman(root: str, mesh: tuple[int, ...]) -> dict[str, str]:
+def save_with_ckptman(root, mesh):
     app = App(mesh)
     with ckptman.Checkpointer(root, app.state, save_policy=ckptman.EverySteps(2), deadline=None) as checkpointer:
         for step in (1, 2):
@@ -44,7 +40,7 @@ def save_with_ckptman(root: str, mesh: tuple[int, ...]) -> dict[str, str]:
     return app.digests()
 
 
-def nested_state(app: App, flat: bool) -> dict[str, Any]:
+def nested_state(app, flat):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     return {
         "model": get_model_state_dict(app.model),
@@ -55,7 +51,7 @@ def nested_state(app: App, flat: bool) -> dict[str, Any]:
     }
 
 
-def load_with_dcp(path: str, mesh: tuple[int, ...]) -> dict[str, str]:
+def load_with_dcp(path, mesh):
     """Everything by torch alone; values come back in the nested dict that was given."""
     app = App(mesh, seed=1)
     state = nested_state(app, flat=True)
@@ -68,14 +64,14 @@ def load_with_dcp(path: str, mesh: tuple[int, ...]) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (3,)), ((3,), (2,))])
-def test_plain_dcp_load_reads_our_checkpoints(tmp_path: Path, saved: tuple[int, ...], loaded: tuple[int, ...]) -> None:
+def test_plain_dcp_load_reads_our_checkpoints(tmp_path, saved, loaded):
     root = tmp_path / "run"
     ours = run_ranks(4 if len(saved) == 2 else saved[0], save_with_ckptman, str(root), saved)[0]
     theirs = run_ranks(loaded[0], load_with_dcp, str(root / "step-0000000002"), loaded)[0]
     assert theirs == {name: text for name, text in ours.items() if not name.startswith("scheduler.")}
 
 
-def save_with_dcp(path: str, mesh: tuple[int, ...], flat: bool) -> dict[str, str]:
+def save_with_dcp(path, mesh, flat):
     app = App(mesh)
     app.train_step()
     app.train_step()
@@ -85,7 +81,7 @@ def save_with_dcp(path: str, mesh: tuple[int, ...], flat: bool) -> dict[str, str
     return app.digests()
 
 
-def restore_with_ckptman(root: str, path: str, mesh: tuple[int, ...]) -> dict[str, str]:
+def restore_with_ckptman(root, path, mesh):
     app = App(mesh, seed=1)
     del app.state["rng"]
     with ckptman.Checkpointer(root, app.state, deadline=None) as checkpointer:
@@ -95,7 +91,7 @@ def restore_with_ckptman(root: str, path: str, mesh: tuple[int, ...]) -> dict[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flat", [True, False])
-def test_restore_reads_what_plain_dcp_saved(tmp_path: Path, flat: bool) -> None:
+def test_restore_reads_what_plain_dcp_saved(tmp_path, flat):
     path = str(tmp_path / "plain")
     saved = run_ranks(2, save_with_dcp, path, (2,), flat)[0]
     restored = run_ranks(3, restore_with_ckptman, str(tmp_path / "run"), path, (3,))[0]
@@ -104,7 +100,7 @@ def test_restore_reads_what_plain_dcp_saved(tmp_path: Path, flat: bool) -> None:
     assert all(name.startswith("scheduler.milestones") for name in differ), differ
 
 
-def save_with_writer(path: str) -> None:
+def save_with_writer(path):
     state = {"weights": torch.arange(10.0) + 0 * dist.get_rank(), "step": 3, "nested": {"lr": [0.1, 0.2]}}
     dcp.save(state, storage_writer=ckptman.StorageWriter(path))
     fresh = {"weights": torch.zeros(10), "step": 0, "nested": {"lr": []}}
@@ -116,7 +112,7 @@ def save_with_writer(path: str) -> None:
         dcp.save(state, storage_writer=ckptman.StorageWriter(path))
 
 
-def test_writer_and_reader_stand_alone_in_dcp_save_and_load(tmp_path: Path) -> None:
+def test_writer_and_reader_stand_alone_in_dcp_save_and_load(tmp_path):
     path = tmp_path / "mine"
     run_ranks(2, save_with_writer, str(path))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["mine"]
@@ -138,12 +134,12 @@ def test_writer_and_reader_stand_alone_in_dcp_save_and_load(tmp_path: Path) -> N
 
 
 class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return sys.exit, (99,)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcp_and_ckptman_lay_out_a_data_file_alike(tmp_path: Path) -> None:
+def test_dcp_and_ckptman_lay_out_a_data_file_alike(tmp_path):
     state = {"large": torch.ones(600, 600), "small": torch.ones(3), "epoch": 3, "name": "x"}
     ckptman.save(state, tmp_path / "ours")
     dcp.save(state, storage_writer=ckptman.StorageWriter(tmp_path / "dcp"))
@@ -153,7 +149,7 @@ def test_dcp_and_ckptman_lay_out_a_data_file_alike(tmp_path: Path) -> None:
     assert (tmp_path / "ours" / "chunks.bin").read_bytes() == (tmp_path / "dcp" / "chunks.bin").read_bytes()
 
 
-def test_a_hostile_value_is_refused_by_the_reader_with_torchs_own_planner(tmp_path: Path) -> None:
+def test_a_hostile_value_is_refused_by_the_reader_with_torchs_own_planner(tmp_path):
     path = tmp_path / "plain"
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"weights": torch.ones(3), "value": Evil()}, checkpoint_id=path)
@@ -166,14 +162,14 @@ def test_a_hostile_value_is_refused_by_the_reader_with_torchs_own_planner(tmp_pa
     assert state["value"] is None
 
 
-def test_a_hostile_metadata_pickle_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_hostile_metadata_pickle_is_refused_by_name(tmp_path):
     path = tmp_path / ".metadata"
     path.write_bytes(pickle.dumps(Evil()))
     with pytest.raises(ckptman.CorruptError, match=r"sys\.exit"):
         read_foreign_metadata(path)
 
 
-def test_a_writer_that_was_sent_to_another_process(tmp_path: Path) -> None:
+def test_a_writer_that_was_sent_to_another_process(tmp_path):
     """`dcp.async_save` with a process of its own pickles the writer."""
     writer = pickle.loads(pickle.dumps(ckptman.StorageWriter(tmp_path / "x")))
     with pytest.warns(UserWarning, match="single process"):
@@ -184,7 +180,7 @@ def test_a_writer_that_was_sent_to_another_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_plan_that_dcp_kept_from_an_earlier_save_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_a_plan_that_dcp_kept_from_an_earlier_save_is_refused_with_a_remedy(tmp_path):
     state, planner = {"x": torch.ones(5)}, DefaultSavePlanner(enable_plan_caching=True)
     dcp.save(state, storage_writer=ckptman.StorageWriter(tmp_path / "one"), planner=planner, no_dist=True)
     with pytest.raises(dcp.api.CheckpointException, match="enable_plan_caching=False"):
@@ -192,7 +188,7 @@ def test_a_plan_that_dcp_kept_from_an_earlier_save_is_refused_with_a_remedy(tmp_
     assert [each.name for each in tmp_path.iterdir()] == ["one"], "nothing is left of it"
 
 
-def save_with_unlike_tensors(path: str) -> str:
+def save_with_unlike_tensors(path):
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     dtype = torch.float32 if rank else torch.int32
     local = DTensor.from_local(torch.ones(3, dtype=dtype), mesh, [Shard(0)])
@@ -204,7 +200,7 @@ def save_with_unlike_tensors(path: str) -> str:
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_mean_the_same_tensor_are_told(tmp_path: Path) -> None:
+def test_ranks_that_do_not_mean_the_same_tensor_are_told(tmp_path):
     texts = run_ranks(2, save_with_unlike_tensors, str(tmp_path / "x"))
     assert all("float32" in text and "int32" in text for text in texts), texts
     assert list(tmp_path.iterdir()) == []
@@ -213,18 +209,18 @@ def test_ranks_that_do_not_mean_the_same_tensor_are_told(tmp_path: Path) -> None
 class Casting(DefaultSavePlanner):
     """Casts what is written, and leaves the plan as it was."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype):
         super().__init__()
         self.dtype = dtype
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+    def transform_object(self, write_item, object):
         made = super().transform_object(write_item, object)
         return made.to(self.dtype) if isinstance(made, torch.Tensor) else made
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_what_a_planner_casts_on_its_way_is_what_is_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_what_a_planner_casts_on_its_way_is_what_is_loaded(tmp_path, dtype):
     values = torch.arange(24.0).reshape(4, 6)
     dcp.save({"x": values}, storage_writer=ckptman.StorageWriter(tmp_path / "x"), planner=Casting(dtype))
     for reader in (ckptman.StorageReader(tmp_path / "x"), FileSystemReader(tmp_path / "x")):
@@ -234,7 +230,7 @@ def test_what_a_planner_casts_on_its_way_is_what_is_loaded(tmp_path: Path, dtype
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_reader_sees_what_took_the_place_of_what_it_read(tmp_path: Path) -> None:
+def test_a_reader_sees_what_took_the_place_of_what_it_read(tmp_path):
     reader, state = ckptman.StorageReader(tmp_path / "x"), {"x": torch.zeros(5), "step": 0}
     for step in (1, 2):
         writer = ckptman.StorageWriter(tmp_path / "x", overwrite=True)
@@ -244,9 +240,9 @@ def test_a_reader_sees_what_took_the_place_of_what_it_read(tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_value_that_moves_and_keeps_its_flat_name(tmp_path: Path) -> None:
+def test_a_value_that_moves_and_keeps_its_flat_name(tmp_path):
     """Who builds the state from the checkpoint is told where it is now."""
-    state: dict[str, Any] = {"x": {"k": {"a.b": torch.ones(2), "0": 1}}}
+    state = {"x": {"k": {"a.b": torch.ones(2), "0": 1}}}
     with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
         checkpointer.save(1)
         state["x"]["k"] = {"a": {"b": torch.ones(2)}, "0": 1}
@@ -256,7 +252,7 @@ def test_a_value_that_moves_and_keeps_its_flat_name(tmp_path: Path) -> None:
         assert metadata.planner_data["x.k.a.b"] == paths
 
 
-def save_a_part(path: str) -> str:
+def save_a_part(path):
     warnings.simplefilter("default")
     local = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (2,)), [Shard(0)])
     try:
@@ -267,13 +263,13 @@ def save_a_part(path: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_part_of_a_tensor_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_part_of_a_tensor_is_no_checkpoint(tmp_path):
     texts = run_ranks(2, save_a_part, str(tmp_path / "x"))
     assert all("3 elements of 6" in text and "save it together" in text for text in texts), texts
     assert list(tmp_path.iterdir()) == []
 
 
-def save_without_collectives(path: str) -> str:
+def save_without_collectives(path):
     try:
         dcp.save({f"x {dist.get_rank()}": 1}, storage_writer=ckptman.StorageWriter(path), use_collectives=False)
     except ckptman.ConfigError as error:
@@ -281,7 +277,7 @@ def save_without_collectives(path: str) -> str:
     return "saved"
 
 
-def test_one_checkpoint_is_not_written_by_ranks_that_do_not_speak(tmp_path: Path) -> None:
+def test_one_checkpoint_is_not_written_by_ranks_that_do_not_speak(tmp_path):
     texts = run_ranks(2, save_without_collectives, str(tmp_path / "x"))
     assert all("use_collectives=False" in text for text in texts), texts
     assert list(tmp_path.iterdir()) == []
@@ -293,8 +289,8 @@ OF_TORCH_2_2 = Path(__file__).parents[1] / "golden" / "torch_2_2"
 """Written by torch 2.2.2: `dcp.save` of a linear layer, a bfloat16 tensor, plain values and an `io.BytesIO`."""
 
 
-def test_what_torch_2_2_wrote_is_loaded() -> None:
-    state: dict[str, Any] = {
+def test_what_torch_2_2_wrote_is_loaded():
+    state = {
         "model": torch.nn.Linear(3, 2),
         "half": torch.zeros(4, dtype=torch.bfloat16),
         "epoch": 0,
@@ -315,9 +311,9 @@ OF_TORCH_2_15 = OF_TORCH_2_2.with_name("torch_2_15")
 metadata says strides, which is more than older versions unpickle."""
 
 
-def test_what_torch_2_15_wrote_is_loaded_on_older_versions_too() -> None:
+def test_what_torch_2_15_wrote_is_loaded_on_older_versions_too():
     rows = torch.arange(12.0).reshape(4, 3)
-    state: dict[str, Any] = {"table": torch.zeros(4, 3), "transposed": torch.zeros(3, 4), "step": 0}
+    state = {"table": torch.zeros(4, 3), "transposed": torch.zeros(3, 4), "step": 0}
     fresh = {**state, "table": torch.ones(4, 3)}
     ckptman.load(state, OF_TORCH_2_15)
     dcp.load(fresh, storage_reader=ckptman.StorageReader(OF_TORCH_2_15), no_dist=True)
@@ -330,49 +326,49 @@ def test_what_torch_2_15_wrote_is_loaded_on_older_versions_too() -> None:
 class OfAnOlderTorch(pickle.Unpickler):
     """Unpickles metadata as plain DCP does that knows nothing of strides."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module, name):
         return FiveProperties if name == "TensorProperties" else super().find_class(module, name)
 
 
 class FiveProperties:
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state):
         self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory = state
 
 
-def test_what_is_saved_on_any_torch_is_read_by_plain_dcp_of_an_older_one(tmp_path: Path) -> None:
+def test_what_is_saved_on_any_torch_is_read_by_plain_dcp_of_an_older_one(tmp_path):
     ckptman.save({"x": torch.zeros(2, 3)}, tmp_path / "x")
     with open(tmp_path / "x" / ".metadata", "rb") as file:
         metadata = OfAnOlderTorch(file).load()
     assert metadata.state_dict_metadata["x"].properties.dtype == torch.float32
 
 
-def save_plain(state: dict[str, Any], path: Path) -> Path:
+def save_plain(state, path):
     dcp.save(state, checkpoint_id=path, no_dist=True)
     return path
 
 
-def test_bytes_io_is_read_as_what_it_is(tmp_path: Path) -> None:
+def test_bytes_io_is_read_as_what_it_is(tmp_path):
     shared = io.BytesIO(b"0123")
     shared.seek(2)
     path = save_plain({"one": io.BytesIO(b"abc"), "many": [shared, (shared, 1)], "w": torch.ones(2)}, tmp_path / "x")
-    state: dict[str, Any] = {"one": None, "many": None, "w": torch.zeros(2)}
+    state = {"one": None, "many": None, "w": torch.zeros(2)}
     ckptman.load(state, path)
     assert state["one"].read() == b"abc"
     assert state["many"][0] is state["many"][1][0]
     assert state["many"][0].read() == b"23"
-    fresh: dict[str, Any] = {"one": None, "w": torch.zeros(2)}
+    fresh = {"one": None, "w": torch.zeros(2)}
     dcp.load(fresh, storage_reader=ckptman.StorageReader(path), no_dist=True)
     assert fresh["one"].read() == b"abc"
 
 
-def test_a_very_long_number_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_very_long_number_is_refused_in_words(tmp_path):
     path = save_plain({"n": 2**3000}, tmp_path / "x")
     with pytest.raises(ckptman.CorruptError, match="a whole number of more than 255 bytes"):
         ckptman.load({"n": 0}, path)
 
 
 @pytest.mark.slow
-def test_a_compressed_checkpoint_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_compressed_checkpoint_is_refused_in_words(tmp_path, capsys):
     path = save_plain({"w": torch.ones(2)}, tmp_path / "x")
     metadata = pickle.loads((path / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
@@ -393,7 +389,7 @@ def test_a_compressed_checkpoint_is_refused_in_words(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_the_reader_gives_what_torchs_reader_gives(tmp_path: Path, ours: bool) -> None:
+def test_the_reader_gives_what_torchs_reader_gives(tmp_path, ours):
     state = {"w": torch.ones(2), "n": 1}
     path = tmp_path / "x"
     if ours:
@@ -413,13 +409,13 @@ def test_the_reader_gives_what_torchs_reader_gives(tmp_path: Path, ours: bool) -
 # ---- a model at the top ------------------------------------------------------------------------------------------
 
 
-def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def small():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     return model, torch.optim.AdamW(model.parameters())
 
 
 @pytest.fixture
-def of_torchtitan(tmp_path: Path) -> tuple[Path, torch.nn.Module]:
+def of_torchtitan(tmp_path):
     model, optimizer = small()
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
@@ -435,32 +431,32 @@ def of_torchtitan(tmp_path: Path) -> tuple[Path, torch.nn.Module]:
     return save_plain(state, tmp_path / "titan"), model
 
 
-def nested_state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def nested_state_of(model, optimizer):
     return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
 
 
-def test_a_run_goes_on_from_a_model_without_a_name(tmp_path: Path, of_torchtitan: tuple[Path, torch.nn.Module]) -> None:
+def test_a_run_goes_on_from_a_model_without_a_name(tmp_path, of_torchtitan):
     path, saved = of_torchtitan
     model, optimizer = small()
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "lr_scheduler": {}}
+    state = {"model": model, "optimizer": optimizer, "lr_scheduler": {}}
     with ckptman.Checkpointer(tmp_path / "run", state, deadline=None) as checkpointer:
         with pytest.warns(RuntimeWarning, match="without that name.*no such keys: dataloader, train_state$"):
             assert checkpointer.restore(path=path) == 0
         checkpointer.save(6)
-    assert torch.equal(model[0].weight, saved[0].weight)  # type: ignore[index]
-    assert optimizer.state[model[0].weight]["step"] == 1  # type: ignore[index]
+    assert torch.equal(model[0].weight, saved[0].weight)
+    assert optimizer.state[model[0].weight]["step"] == 1
     assert state["lr_scheduler"] == {"last_epoch": 3}
     assert {name for name in saved_names(tmp_path / "run") if name.startswith("model.")} == {
         f"model.{name}" for name in saved.state_dict()
     }
 
 
-def saved_names(root: Path) -> set[str]:
+def saved_names(root):
     (entry,) = Catalog(root).complete()
     return {*json.loads((entry.path / "index.json").read_bytes())["tensors"]}
 
 
-def test_a_model_without_a_name_has_to_fit(tmp_path: Path, of_torchtitan: tuple[Path, torch.nn.Module]) -> None:
+def test_a_model_without_a_name_has_to_fit(tmp_path, of_torchtitan):
     path, _ = of_torchtitan
     smaller = torch.nn.Sequential(torch.nn.Linear(3, 4))
     with (
@@ -472,9 +468,7 @@ def test_a_model_without_a_name_has_to_fit(tmp_path: Path, of_torchtitan: tuple[
     assert caught.value.unexpected == ("model.1.bias", "model.1.weight")
 
 
-def test_a_model_without_a_name_is_that_of_one_only(
-    tmp_path: Path, of_torchtitan: tuple[Path, torch.nn.Module]
-) -> None:
+def test_a_model_without_a_name_is_that_of_one_only(tmp_path, of_torchtitan):
     path, _ = of_torchtitan
     state = {"model": small()[0], "average": small()[0]}
     with (
@@ -484,7 +478,7 @@ def test_a_model_without_a_name_is_that_of_one_only(
         checkpointer.restore(path=path)
 
 
-def test_in_our_own_checkpoints_a_model_has_its_name(tmp_path: Path) -> None:
+def test_in_our_own_checkpoints_a_model_has_its_name(tmp_path):
     model = small()[0]
     path = tmp_path / "ours"
     ckptman.save(dict(model.state_dict()), path)
@@ -500,10 +494,8 @@ def test_in_our_own_checkpoints_a_model_has_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", ["Checkpointer", "StorageWriter"])
-def test_what_plain_dcp_saved_over_is_not_loaded_as_before(
-    tmp_path: Path, writer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state: dict[str, Any] = {"w": torch.ones(2), "epoch": 3}
+def test_what_plain_dcp_saved_over_is_not_loaded_as_before(tmp_path, writer, capsys):
+    state = {"w": torch.ones(2), "epoch": 3}
     if writer == "Checkpointer":
         with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
             checkpointer.save(1)
@@ -527,13 +519,13 @@ def test_what_plain_dcp_saved_over_is_not_loaded_as_before(
     assert fresh["epoch"] == 4
 
 
-def rewrite_step(path: Path) -> None:
+def rewrite_step(path):
     """Say in the manifest which step it is, as the name of its folder does."""
     manifest = read_manifest(path)
     (path / "manifest.json").write_bytes(manifest.model_copy(update={"step": 1}).to_json())
 
 
-def test_a_file_of_another_size_is_noticed_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_file_of_another_size_is_noticed_before_anything_is_read(tmp_path):
     path = tmp_path / "x"
     ckptman.save({"w": torch.ones(2), "epoch": 3}, path)
     (data,) = path.glob("*.distcp")

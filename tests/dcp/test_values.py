@@ -1,10 +1,7 @@
 """What plain DCP round-trips comes back bit for bit, whoever of DCP and ckptman writes and whoever reads."""
 
-from __future__ import annotations
-
 import math
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,7 @@ State = dict[str, Any]
 Way = tuple[str, str]
 
 
-def save(state: State, path: str | Path, writer: str) -> None:
+def save(state, path, writer):
     """Save by DCP with its own storage or ours, or by ckptman alone."""
     if writer == "ckptman.save":
         return ckptman.save(state, path)
@@ -32,7 +29,7 @@ def save(state: State, path: str | Path, writer: str) -> None:
             dcp.save(state, storage_writer=ckptman.StorageWriter(path))
 
 
-def load(state: State, path: str | Path, reader: str) -> None:
+def load(state, path, reader):
     """Load by DCP with its own storage or ours, or by ckptman alone."""
     if reader == "ckptman.load":
         return ckptman.load(state, path)
@@ -59,20 +56,20 @@ MAIN_WAYS = [
 in_all_ways = pytest.mark.parametrize("way", WAYS, ids=" to ".join)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor):
     """The elements of a tensor as bytes, in logical order."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-def blank(tensor: torch.Tensor) -> torch.Tensor:
+def blank(tensor):
     """A contiguous tensor of the same dtype and shape, with every bit set or, for bool, False."""
     fresh = torch.empty(tensor.shape, dtype=tensor.dtype)
     fresh.reshape(-1).view(torch.uint8).fill_(0 if tensor.dtype == torch.bool else 255)
     return fresh
 
 
-def differing(found: State, saved: State) -> list[str]:
+def differing(found, saved):
     """The names of tensors that did not come back as they were saved."""
     return [
         name
@@ -82,7 +79,7 @@ def differing(found: State, saved: State) -> list[str]:
     ]
 
 
-def come_back(path: Path, tensors: State, way: Way) -> None:
+def come_back(path, tensors, way):
     """Save tensors, load them into blank ones, compare."""
     writer, reader = way
     save(dict(tensors), path, writer)
@@ -91,7 +88,7 @@ def come_back(path: Path, tensors: State, way: Way) -> None:
     assert differing(fresh, tensors) == []
 
 
-def noise(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+def noise(dtype, *shape):
     """Random bits: signalling NaNs, subnormals and infinities too."""
     tensor = torch.empty(shape, dtype=dtype)
     generator = torch.Generator().manual_seed(math.prod(shape))
@@ -108,18 +105,18 @@ NOT_SAVED_BY_DCP = {"bits16", "bits1x8", "bits2x4", "bits4x2", "bits8"} | {
 """dtypes whose tensors DCP refuses to save: torch has no storage type for them, or no size of their elements."""
 
 
-def name_of(dtype: torch.dtype) -> str:
+def name_of(dtype):
     return str(dtype).removeprefix("torch.")
 
 
 @in_all_ways
-def test_every_dtype_with_any_bits(tmp_path: Path, way: Way) -> None:
+def test_every_dtype_with_any_bits(tmp_path, way):
     known = [dtype for dtype in DTYPES if name_of(dtype) not in NOT_SAVED_BY_DCP | QUANTIZED]
     assert len(known) >= 22
     come_back(tmp_path / "x", {name_of(dtype): noise(dtype, 5, 7) for dtype in known}, way)
 
 
-def test_the_dtypes_that_dcp_cannot_save_are_these(tmp_path: Path) -> None:
+def test_the_dtypes_that_dcp_cannot_save_are_these(tmp_path):
     refused = set()
     for dtype in DTYPES:
         name = name_of(dtype)
@@ -133,7 +130,7 @@ def test_the_dtypes_that_dcp_cannot_save_are_these(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", WRITERS[1:])
-def test_dtypes_that_dcp_cannot_save_are_kept_or_refused_but_never_mangled(tmp_path: Path, writer: str) -> None:
+def test_dtypes_that_dcp_cannot_save_are_kept_or_refused_but_never_mangled(tmp_path, writer):
     for name in sorted(NOT_SAVED_BY_DCP):
         saved = noise(getattr(torch, name), 9)
         found = {"x": blank(saved)}
@@ -148,7 +145,7 @@ def test_dtypes_that_dcp_cannot_save_are_kept_or_refused_but_never_mangled(tmp_p
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:.*[Qq]uantiz")
 @in_all_ways
-def test_quantized_tensors_into_ones_of_the_same_scales(tmp_path: Path, way: Way) -> None:
+def test_quantized_tensors_into_ones_of_the_same_scales(tmp_path, way):
     values = torch.linspace(-3, 3, 12).reshape(3, 4)
     scales, zeros = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64), torch.tensor([1, 2, 3])
     saved = {
@@ -168,7 +165,7 @@ def test_quantized_tensors_into_ones_of_the_same_scales(tmp_path: Path, way: Way
         assert torch.equal(fresh[name].dequantize(), tensor.dequantize()), name
 
 
-def shapes_and_views() -> State:
+def shapes_and_views():
     """Tensors whose elements do not lie one after the other, or are none, or belong to others too."""
     base, wide = noise(torch.float32, 6, 8), noise(torch.complex64, 4, 3)
     shared = noise(torch.int16, 64)
@@ -214,13 +211,13 @@ def shapes_and_views() -> State:
 
 
 @in_all_ways
-def test_shapes_and_views(tmp_path: Path, way: Way) -> None:
+def test_shapes_and_views(tmp_path, way):
     come_back(tmp_path / "x", shapes_and_views(), way)
 
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_view_of_much_does_not_save_it_all(tmp_path: Path, writer: str, reader: str) -> None:
+def test_a_view_of_much_does_not_save_it_all(tmp_path, writer, reader):
     large = torch.zeros(2**20)
     named = large.as_subclass(Named)[3:9]
     saved = {"few": large[5:8], "column": large.view(1024, 1024)[:4, 0], "named": named, "own": OwnParameter(large[:2])}
@@ -233,7 +230,7 @@ def test_a_view_of_much_does_not_save_it_all(tmp_path: Path, writer: str, reader
 
 
 @in_all_ways
-def test_large_tensors_and_odd_sizes(tmp_path: Path, way: Way) -> None:
+def test_large_tensors_and_odd_sizes(tmp_path, way):
     sizes = {"blocks": 128 * 1024 * 4 + 3, "exact": 128 * 1024, "one less": 128 * 1024 - 1, "stride": 4 * 2**20 + 4097}
     tensors = {name: noise(torch.uint8, size) for name, size in sizes.items()}
     tensors["matrix"] = noise(torch.bfloat16, 1111, 1013).T
@@ -242,7 +239,7 @@ def test_large_tensors_and_odd_sizes(tmp_path: Path, way: Way) -> None:
 
 
 @in_all_ways
-def test_a_large_transposed_tensor_of_a_dtype_that_torch_cannot_transpose(tmp_path: Path, way: Way) -> None:
+def test_a_large_transposed_tensor_of_a_dtype_that_torch_cannot_transpose(tmp_path, way):
     """Its copy_ knows no fp4 where it would transpose block by block, which it does to large ones."""
     saved = noise(torch.uint8, 120, 110).view(torch.float4_e2m1fn_x2).T
     save({"x": saved}, tmp_path / "x", way[0])
@@ -252,7 +249,7 @@ def test_a_large_transposed_tensor_of_a_dtype_that_torch_cannot_transpose(tmp_pa
 
 
 @in_all_ways
-def test_wide_elements_that_begin_anywhere_in_a_file(tmp_path: Path, way: Way) -> None:
+def test_wide_elements_that_begin_anywhere_in_a_file(tmp_path, way):
     """Plain DCP puts containers one behind the other; complex128 is copied by instructions that need it at 16 bytes."""
     for odd in range(1, 9):
         saved = {"before": noise(torch.uint8, odd), "x": noise(torch.complex128, 33, 25)}
@@ -266,7 +263,7 @@ def test_wide_elements_that_begin_anywhere_in_a_file(tmp_path: Path, way: Way) -
 
 
 @in_all_ways
-def test_in_inference_mode(tmp_path: Path, way: Way) -> None:
+def test_in_inference_mode(tmp_path, way):
     """It is a mode of a thread, and large tensors are filled by several."""
     with torch.inference_mode():
         saved = {"columns": noise(torch.float32, 2000, 1200), "cast": torch.ones(1200, 2000)}
@@ -280,11 +277,11 @@ def test_in_inference_mode(tmp_path: Path, way: Way) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", MAIN_WAYS[1:], ids=" to ".join)
-def test_many_tiny_tensors(tmp_path: Path, way: Way) -> None:
+def test_many_tiny_tensors(tmp_path, way):
     come_back(tmp_path / "x", {f"layer {i}": noise(torch.float32, 1)[0] * 0 + i for i in range(2000)}, way)
 
 
-def destinations(whole: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def destinations(whole):
     """Tensors of one shape that lie in memory in other ways: each with the memory around it."""
     rows, columns = whole.shape
     around = torch.full((rows + 2, 2 * columns + 3), 7, dtype=whole.dtype)
@@ -311,7 +308,7 @@ class OwnParameter(nn.Parameter):
 
 
 @in_all_ways
-def test_what_is_loaded_into_may_lie_in_any_way(tmp_path: Path, way: Way) -> None:
+def test_what_is_loaded_into_may_lie_in_any_way(tmp_path, way):
     saved = noise(torch.complex64, 5, 6).nan_to_num(1)
     targets = destinations(saved)
     save(dict.fromkeys(targets, saved), tmp_path / "x", way[0])
@@ -328,7 +325,7 @@ def test_what_is_loaded_into_may_lie_in_any_way(tmp_path: Path, way: Way) -> Non
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("writer", WRITERS[:2])
-def test_tied_and_shared_targets(tmp_path: Path, writer: str, reader: str) -> None:
+def test_tied_and_shared_targets(tmp_path, writer, reader):
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
     model[1].weight = model[0].weight
     save({"model": model.state_dict()}, tmp_path / "x", writer)
@@ -340,7 +337,7 @@ def test_tied_and_shared_targets(tmp_path: Path, writer: str, reader: str) -> No
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way[1] != "ckptman.load"], ids=" to ".join)
-def test_another_dtype_is_converted_as_dcp_does(tmp_path: Path, way: Way) -> None:
+def test_another_dtype_is_converted_as_dcp_does(tmp_path, way):
     values = torch.tensor([[1.0, -2.5, 3.1415926], [float("nan"), float("inf"), 65536.0]])
     pairs = [
         (torch.float32, torch.bfloat16),
@@ -360,16 +357,16 @@ def test_another_dtype_is_converted_as_dcp_does(tmp_path: Path, way: Way) -> Non
 class Changing:
     """Tensors of an application that differ at each save."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.tensors = {name: each for name, each in shapes_and_views().items() if not name.startswith("expanded")}
 
-    def change(self) -> None:
+    def change(self):
         self.tensors["whole of shared"].add_(1)
         self.tensors["rows"].view(torch.int32).add_(1)
 
 
 @pytest.mark.parametrize("options", [{"async_save": False}, {}, {"overlap": True}], ids=["sync", "async", "overlap"])
-def test_what_a_checkpointer_stages_is_what_everybody_reads(tmp_path: Path, options: State) -> None:
+def test_what_a_checkpointer_stages_is_what_everybody_reads(tmp_path, options):
     """Three saves, so that each staging buffer is filled again with other values."""
     app, copies = Changing(), []
     with ckptman.Checkpointer(tmp_path, {"x": app.tensors}, deadline=None, **options) as checkpointer:
@@ -381,7 +378,7 @@ def test_what_a_checkpointer_stages_is_what_everybody_reads(tmp_path: Path, opti
             copies.append({name: tensor.detach().clone() for name, tensor in app.tensors.items()})
     for step, saved in enumerate(copies, start=1):
         for reader in READERS:
-            fresh: State = {"x": {name: blank(tensor) for name, tensor in saved.items()}}
+            fresh = {"x": {name: blank(tensor) for name, tensor in saved.items()}}
             load(fresh, tmp_path / f"step-{step:010d}", reader)
             assert differing(fresh["x"], saved) == [], (step, reader)
     with ckptman.Checkpointer(tmp_path, fresh, deadline=None) as checkpointer:
@@ -389,7 +386,7 @@ def test_what_a_checkpointer_stages_is_what_everybody_reads(tmp_path: Path, opti
         assert differing(fresh["x"], copies[1]) == []
 
 
-def test_what_shares_memory_with_itself_is_refused_and_the_checkpoint_not_blamed(tmp_path: Path) -> None:
+def test_what_shares_memory_with_itself_is_refused_and_the_checkpoint_not_blamed(tmp_path):
     layer = nn.Module()
     layer.register_buffer("mask", torch.ones(2, 3))
     with ckptman.Checkpointer(tmp_path, {"layer": layer}) as checkpointer:

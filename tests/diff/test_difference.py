@@ -1,9 +1,6 @@
 """The numbers of a diff, against the same numbers computed the plain way, for every dtype there is."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,15 +19,15 @@ BITS_ONLY = {"bits16", "bits1x8", "bits2x4", "bits4x2", "bits8", "float4_e2m1fn_
 }
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
+def raw(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def compare(a: torch.Tensor, b: torch.Tensor) -> Difference:
+def compare(a, b):
     return measure(raw(a), raw(b), (a.dtype, b.dtype))
 
 
-def plainly(a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
+def plainly(a, b):
     """The same by NumPy on whole arrays, for floating point and complex numbers."""
     wide = torch.complex128 if a.is_complex() else torch.float64
     x, y = a.to(wide).numpy().reshape(-1), b.to(wide).numpy().reshape(-1)
@@ -49,7 +46,7 @@ def plainly(a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def agrees(found: Difference, expected: dict[str, Any]) -> None:
+def agrees(found, expected):
     for name, value in expected.items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-12), name
 
@@ -58,14 +55,14 @@ FLOATING = [each for each in DTYPES if each.is_floating_point or each.is_complex
 
 
 @pytest.mark.parametrize("dtype", [each for each in FLOATING if has_values(each)], ids=name_of)
-def test_any_bits_of_any_floating_dtype(dtype: torch.dtype) -> None:
+def test_any_bits_of_any_floating_dtype(dtype):
     a, b = noise(dtype, 911), noise(dtype, 7, 911)[3]
     with np.errstate(all="ignore"):
         agrees(compare(a, b), plainly(a, b))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn], ids=name_of)
-def test_ordinary_numbers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_numbers(dtype, monkeypatch):
     monkeypatch.setattr(difference, "SLICE_ELEMENTS", 100)
     torch.manual_seed(0)
     a = torch.randn(1009, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
@@ -78,7 +75,7 @@ def test_ordinary_numbers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("dtype", [each for each in DTYPES if name_of(each) not in QUANTIZED], ids=name_of)
-def test_one_element_of_every_dtype(dtype: torch.dtype) -> None:
+def test_one_element_of_every_dtype(dtype):
     a, b = noise(dtype, 50), noise(dtype, 50)
     assert compare(a, b).changed == 0
     raw(b)[7 * dtype.itemsize] ^= 1
@@ -90,7 +87,7 @@ def test_one_element_of_every_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float64, torch.bfloat16)], ids=str)
-def test_in_threads(monkeypatch: pytest.MonkeyPatch, threads: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_in_threads(monkeypatch, threads, dtypes):
     a, b = (noise(dtype, 1000 + n, 3)[:999].contiguous() for n, dtype in enumerate(dtypes))
     expected, before = measure(raw(a), raw(b), dtypes), torch.get_num_threads()
     monkeypatch.setattr(difference, "SLICE_ELEMENTS", 64)
@@ -101,7 +98,7 @@ def test_in_threads(monkeypatch: pytest.MonkeyPatch, threads: int, dtypes: tuple
     assert torch.get_num_threads() == before
 
 
-def test_booleans_and_integers() -> None:
+def test_booleans_and_integers():
     found = compare(torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False]))
     assert (found.changed, found.largest, found.relative) == (2, 1, pytest.approx(math.sqrt(2 / 3)))
     big = torch.tensor([2**62 + 1, -(2**63), 5])
@@ -113,7 +110,7 @@ def test_booleans_and_integers() -> None:
     assert compare(unsigned, torch.tensor([0], dtype=torch.uint64)).largest == 2**63
 
 
-def test_zeros() -> None:
+def test_zeros():
     zero = torch.zeros(5)
     found = compare(zero, -zero)
     assert (found.changed, found.largest, found.relative) == (5, 0, 0)
@@ -121,7 +118,7 @@ def test_zeros() -> None:
     assert compare(zero, zero).relative == 0
 
 
-def test_what_is_not_finite_is_counted_and_not_measured() -> None:
+def test_what_is_not_finite_is_counted_and_not_measured():
     nan, inf = math.nan, math.inf
     a = torch.tensor([1.0, nan, inf, 2.0, nan, 3.0, inf])
     b = torch.tensor([1.5, nan, inf, nan, 4.0, 3.0, -inf])
@@ -131,7 +128,7 @@ def test_what_is_not_finite_is_counted_and_not_measured() -> None:
     assert (found.nan, found.inf) == ((2, 2), (2, 2))
 
 
-def test_numbers_whose_squares_are_none() -> None:
+def test_numbers_whose_squares_are_none():
     huge, tiny = torch.full((4,), 1e200, dtype=torch.float64), torch.full((4,), 1e-200, dtype=torch.float64)
     assert compare(huge, huge * 1.5).relative == pytest.approx(0.5)
     assert compare(tiny, tiny * 1.5).relative == pytest.approx(0.5)
@@ -139,7 +136,7 @@ def test_numbers_whose_squares_are_none() -> None:
     assert compare(huge * 1e108, -huge * 1e108).largest == math.inf
 
 
-def test_between_two_dtypes_values_count() -> None:
+def test_between_two_dtypes_values_count():
     a = torch.tensor([1.0, 1.0 + 2**-10, math.nan, -0.0])
     found = compare(a, a.bfloat16())
     assert (found.changed, found.largest) == (1, 2**-10)
@@ -151,7 +148,7 @@ def test_between_two_dtypes_values_count() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=40), st.integers(1, 40))
-def test_in_whatever_slices(pairs: list[tuple[float, float]], size: int) -> None:
+def test_in_whatever_slices(pairs, size):
     a, b = (torch.tensor(column, dtype=torch.float32) for column in zip(*pairs))
     whole, before = compare(a, b), difference.SLICE_ELEMENTS
     difference.SLICE_ELEMENTS = size

@@ -1,7 +1,5 @@
 """The demo, as `make demo` runs it: it checks itself, and ends with 0 only if nothing was lost."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -16,7 +14,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
 
 @pytest.mark.timeout(500)
-def test_the_demo_loses_nothing(tmp_path: Path) -> None:
+def test_the_demo_loses_nothing(tmp_path):
     done = subprocess.run(
         [sys.executable, str(DEMO), "--folder", str(tmp_path), "--steps", "48"],
         capture_output=True,

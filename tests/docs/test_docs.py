@@ -16,7 +16,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -68,20 +67,20 @@ class Block:
     text: str
 
     @property
-    def where(self) -> str:
+    def where(self):
         return f"{self.page}:{self.line}"
 
 
 @cache
-def text_of(page: str) -> str:
+def text_of(page):
     return (REPOSITORY / ("." if page == "README.md" else "docs") / page).read_text(encoding="utf-8")
 
 
-def blocks(page: str) -> list[Block]:
+def blocks(page):
     """The fenced blocks of a page, in order."""
-    found: list[Block] = []
-    opened: tuple[int, str] | None = None
-    lines: list[str] = []
+    found = []
+    opened = None
+    lines = []
     for number, line in enumerate(text_of(page).splitlines(), 1):
         if line.startswith("```"):
             if opened is None:
@@ -105,9 +104,9 @@ class Command:
     shown: list[str]
 
 
-def commands(block: Block) -> list[Command]:
+def commands(block):
     """The commands of a console block."""
-    found: list[Command] = []
+    found = []
     for offset, line in enumerate(block.text.splitlines(), 1):
         if line.startswith("$ "):
             text, _, code = line[2:].partition("  # exit code ")
@@ -118,7 +117,7 @@ def commands(block: Block) -> list[Command]:
     return found
 
 
-def run_page(page: str, folder: Path) -> None:
+def run_page(page, folder):
     """One session: everything on the page that can be run, in order, in `folder`."""
     for block in blocks(page):
         name = re.match(r"# ([\w-]+\.(?:py|toml|sbatch))\n", block.text)
@@ -136,7 +135,7 @@ def run_page(page: str, folder: Path) -> None:
                     run(command, folder)
 
 
-def run(command: Command, folder: Path) -> None:
+def run(command, folder):
     """Run a command as a user would, with this Python's programs first on the path."""
     env = {name: value for name, value in ENVIRON.items() if not name.startswith(UNWANTED)}
     env |= {name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}
@@ -169,17 +168,17 @@ def run(command: Command, folder: Path) -> None:
         )
 
 
-def alike(line: str) -> str:
+def alike(line):
     """A line with each word that has a digit in it as `#`."""
     return " ".join(re.sub(r"\S*\d\S*", "#", line).split())
 
 
-def says(shown: str, line: str) -> bool:
+def says(shown, line):
     """Whether a line is the one that a page shows, but for its figures."""
     return alike(line) == alike(shown)
 
 
-def tells(shown: str, line: str) -> bool:
+def tells(shown, line):
     """Whether a line is the one that a page shows."""
     expected, found = figures(shown), figures(line)
     return (
@@ -199,7 +198,7 @@ DIFFER = re.compile(
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def figures(line: str) -> list[tuple[float, float]]:
+def figures(line):
     """The figures of a line that are the same in each run, and how far off each may be, as a fraction."""
     numbers = re.findall(r"(?<![\w.])(\d[\d,]*)(\.\d+)?(?: ([kMGTKi]*B)(?![\w/]))?", DIFFER.sub(" ", line))
     return [
@@ -208,7 +207,7 @@ def figures(line: str) -> list[tuple[float, float]]:
     ]
 
 
-def test_a_figure_that_is_off_is_not_what_the_page_says() -> None:
+def test_a_figure_that_is_off_is_not_what_the_page_says():
     assert tells("step 50: 5 files, 212.1 KiB, 16 tensors", "step 50: 5 files,  209.9 KiB, 16 tensors")
     assert not tells("step 50: 5 files, 212.1 KiB, 16 tensors", "step 40: 5 files, 212.1 KiB, 16 tensors")
     assert tells("seen 3 s ago, 1 MB/s", "seen 4000 s ago, 700 MB/s")
@@ -222,7 +221,7 @@ def test_a_figure_that_is_off_is_not_what_the_page_says() -> None:
     assert not tells(" 100  5 s  loss=5.932  complete", " 100  1 s  loss=25.9  complete")
 
 
-def is_looked_up(command: Command) -> bool:
+def is_looked_up(command):
     """Whether this is a `make` or `pip install`, which are not run here but must be possible."""
     words = command.text.split()
     if words[0] == "make":
@@ -242,7 +241,7 @@ Sessions = dict[str, "Future[None]"]
 
 
 @pytest.fixture(scope="module")
-def sessions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sessions]:
+def sessions(request, tmp_path_factory):
     """Two pages at a time: most of a session is waiting for torch to be imported."""
     wanted = {item.callspec.params.get("page") for item in request.session.items if hasattr(item, "callspec")}
     with ThreadPoolExecutor(2) as pool:
@@ -264,11 +263,11 @@ def sessions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         if page.name != SLURM_PAGE
     ],
 )
-def test_everything_on_the_page_runs_as_it_says(page: str, sessions: Sessions) -> None:
+def test_everything_on_the_page_runs_as_it_says(page, sessions):
     sessions[page].result()
 
 
-def test_all_links_resolve() -> None:
+def test_all_links_resolve():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)]+)\)", without_code(page.name)):
             if "://" in target:
@@ -280,27 +279,27 @@ def test_all_links_resolve() -> None:
                 assert anchor in anchors(there.name), f"{page.name}: {target} is none of {anchors(there.name)}"
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
+def test_every_page_is_linked_from_the_readme():
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", text_of("README.md")))
     assert linked == {page.name for page in PAGES} - {"README.md", "index.md"}
 
 
-def test_every_public_name_is_in_the_docs() -> None:
+def test_every_public_name_is_in_the_docs():
     everything = "\n".join(text_of(page.name) for page in PAGES)
     missing = [name for name in dir(ckptman) if not re.search(rf"\b{name}\b", everything)]
     assert not missing
 
 
-def test_every_verb_and_option_is_in_the_command_line_page() -> None:
+def test_every_verb_and_option_is_in_the_command_line_page():
     page = text_of("command-line.md")
-    for name, verb in typer.main.get_command(make_app()).commands.items():  # type: ignore[attr-defined]
+    for name, verb in typer.main.get_command(make_app()).commands.items():
         assert f"## ckptman {name}" in page
         assert f"| [`ckptman {name}`](#ckptman-{name}) | " in page
         for option in (option for each in verb.params if each.param_type_name == "option" for option in each.opts):
             assert f"`{option}" in page, f"{name} {option}"
 
 
-def test_every_policy_and_parameter_is_in_the_policies_page() -> None:
+def test_every_policy_and_parameter_is_in_the_policies_page():
     page = text_of("policies.md")
     for module, base in ((saving, saving.SavePolicy), (retention, retention.RetentionPolicy)):
         for name, policy in vars(module).items():
@@ -311,28 +310,28 @@ def test_every_policy_and_parameter_is_in_the_policies_page() -> None:
     assert not [name for name in saving.Facts._fields if f"`{name}`" not in page]
 
 
-def test_every_parameter_of_the_checkpointer_is_in_the_docs() -> None:
+def test_every_parameter_of_the_checkpointer_is_in_the_docs():
     page = text_of("getting-started.md")
     missing = [name for name in signature(ckptman.Checkpointer).parameters if f"`{name}`" not in page]
     assert not missing
 
 
-def test_every_configuration_key_is_shown() -> None:
+def test_every_configuration_key_is_shown():
     shown = (REPOSITORY / "examples" / "run.toml").read_text() + text_of("training-loop.md")
     for section, field in Config.model_fields.items():
         assert f"[{section}]" in shown
-        keys = field.annotation.model_fields  # type: ignore[union-attr]
+        keys = field.annotation.model_fields
         missing = [key for key in keys if not re.search(rf"\b{key}\b", shown)]
         assert not missing, f"[{section}] {missing}"
 
 
-def test_every_field_on_disk_is_in_the_format_page() -> None:
+def test_every_field_on_disk_is_in_the_format_page():
     page = text_of("format.md")
     assert not [field for model in (Manifest, Index) for field in model.model_fields if f"`{field}`" not in page]
     assert not [field for field in Outcome.__dataclass_fields__ if f"`{field}`" not in text_of("stopping.md")]
 
 
-def test_every_event_is_in_the_journal_page() -> None:
+def test_every_event_is_in_the_journal_page():
     calls = re.compile(r"(?:\.note|\._note|\.record|\.end)\(\s*(?:\"(\w+)\"|state)")
     files = [path for path in (REPOSITORY / "ckptman").rglob("*.py") if "scheduler" not in path.parts]  # of chains
     events = {event for file in files for event in calls.findall(file.read_text()) if event} | {
@@ -345,7 +344,7 @@ def test_every_event_is_in_the_journal_page() -> None:
     assert not missing
 
 
-def test_every_error_is_in_the_errors_page_with_its_exit_code() -> None:
+def test_every_error_is_in_the_errors_page_with_its_exit_code():
     page = text_of("errors.md")
     for name, error in vars(errors).items():
         if isinstance(error, type) and issubclass(error, errors.CkptmanError):
@@ -357,7 +356,7 @@ CLASSES_OF_OTHERS = {"DTensor"}
 
 
 @pytest.mark.parametrize("guide", GUIDES)
-def test_every_module_and_name_in_a_guide_to_the_code_exists(guide: str) -> None:
+def test_every_module_and_name_in_a_guide_to_the_code_exists(guide):
     """A path is below `ckptman/` or the repository, or beside the one before; `name()` is in a module of its item."""
     text = re.sub(r"```.*?```", "", GUIDES[guide], flags=re.DOTALL)
     package = "\n".join(path.read_text() for path in (REPOSITORY / "ckptman").rglob("*.py"))
@@ -378,11 +377,11 @@ def test_every_module_and_name_in_a_guide_to_the_code_exists(guide: str) -> None
             assert known, f"{guide} names {name}, which is not a class of the package: {item}"
 
 
-def without_code(page: str) -> str:
+def without_code(page):
     return re.sub(r"```.*?```|`[^`\n]*`", "", text_of(page), flags=re.DOTALL)
 
 
-def anchors(page: str) -> set[str]:
+def anchors(page):
     """What the headings of a page can be linked by."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

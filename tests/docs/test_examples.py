@@ -1,7 +1,5 @@
 """Each example is killed at random steps, and computes what the run computed that nobody killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -10,7 +8,6 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +30,7 @@ LAST = {
     ("nanogpt", 2): 60,
 }
 """The last step of an example on so many ranks."""
-MARKS: dict[tuple[str, int], list[pytest.MarkDecorator]] = {
+MARKS = {
     ("gan", 1): [pytest.mark.slow],
     **{(name, 2): [pytest.mark.slow] for name, ranks in LAST if ranks == 2},
 }
@@ -41,20 +38,20 @@ MARKS: dict[tuple[str, int], list[pytest.MarkDecorator]] = {
 Losses = dict[int, str]
 
 
-def run(example: str, root: Path, ranks: int, stop_after: int | None, how: signal.Signals) -> tuple[Losses, int]:
+def run(example, root, ranks, stop_after, how):
     """Run an example, and send its ranks a signal after a step. Return the losses by step, and the exit code."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     processes = []
     for rank in range(ranks):
-        variables: dict[str, object] = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         variables |= {"WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": rank}
         is_alone = ranks == 1 and example != "fsdp2"
         environment = os.environ | {name: str(each) for name, each in variables.items() if not is_alone}
         environment |= {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
         script = EXAMPLES / f"{example}.py"
         processes.append(Python(script, root, env=environment, stdout=subprocess.PIPE, text=True))
-    losses: Losses = {}
+    losses = {}
     assert processes[0].stdout
     try:
         for line in processes[0].stdout:
@@ -72,7 +69,7 @@ def run(example: str, root: Path, ranks: int, stop_after: int | None, how: signa
     return losses, max(codes, key=abs)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     """Whether two states are equal bit for bit, but for the generators of Python and NumPy, which only some seed."""
     if isinstance(one, dict):
         names = one.keys() - {"generators"}
@@ -82,14 +79,14 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-def check_killed(example: str, ranks: int, folder: Path, longest: int) -> None:
+def check_killed(example, ranks, folder, longest):
     """Kill and stop an example until it is over, each time after `longest` steps or fewer, and compare it."""
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)
     whole, code = run(example, folder / "whole", ranks, None, signal.SIGTERM)
     assert (max(whole), code) == (LAST[example, ranks], 0)
-    losses: Losses = {}
+    losses = {}
     for attempt in range(200):
         stop_after = max(losses, default=0) + draw.randint(1, longest)
         how = draw.choice([signal.SIGKILL, signal.SIGTERM])
@@ -113,22 +110,22 @@ def check_killed(example: str, ranks: int, folder: Path, longest: int) -> None:
 @pytest.mark.parametrize(
     ("example", "ranks"), [pytest.param(*each, marks=MARKS.get(each, pytest.mark.campaign)) for each in LAST]
 )
-def test_killed_and_stopped(example: str, ranks: int, tmp_path: Path) -> None:
+def test_killed_and_stopped(example, ranks, tmp_path):
     check_killed(example, ranks, tmp_path, longest=LAST[example, ranks])
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("example", "ranks"), LAST)
-def test_killed_about_twenty_times(example: str, ranks: int, tmp_path: Path) -> None:
+def test_killed_about_twenty_times(example, ranks, tmp_path):
     check_killed(example, ranks, tmp_path, longest=LAST[example, ranks] // 10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_sharded_on_two_ranks_one_and_two(tmp_path: Path) -> None:
+def test_sharded_on_two_ranks_one_and_two(tmp_path):
     whole, _ = run("fsdp2", tmp_path / "whole", 2, None, signal.SIGTERM)
-    losses: Losses = {}
+    losses = {}
     for ranks, stop_after in ((2, 12), (1, 25), (2, None)):
         found, _ = run("fsdp2", tmp_path / "run", ranks, stop_after, signal.SIGTERM)
         losses |= found
@@ -138,7 +135,7 @@ def test_sharded_on_two_ranks_one_and_two(tmp_path: Path) -> None:
     assert json.loads(manifest.read_text())["step"] == LAST["fsdp2", 2]
 
 
-def test_a_whole_example_is_short() -> None:
+def test_a_whole_example_is_short():
     for path in EXAMPLES.glob("*.py"):
         if path.name != "demo.py":
             text = path.read_text()

@@ -1,7 +1,5 @@
 """The worked example of the page on memory: its numbers are those that the program prints, and so is its drawing."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import xml.etree.ElementTree as ElementTree
@@ -11,12 +9,12 @@ import pytest
 from benchmarks.failure_chart import EXAMPLE, drawing, planned, ways
 from ckptman.cli.app import main
 from ckptman.forecast.figures import time_text
-from tests.docs.test_docs import REPOSITORY, Command, blocks, commands
+from tests.docs.test_docs import REPOSITORY, blocks, commands
 
 DRAWING = REPOSITORY / "docs" / "images" / "memory.svg"
 
 
-def shown(verb: str) -> Command:
+def shown(verb):
     """Return the command of the page that is one of this verb."""
     everything = [each for block in blocks("memory.md") if block.language == "console" for each in commands(block)]
     (found,) = (each for each in everything if each.text.startswith(f"ckptman {verb} "))
@@ -24,7 +22,7 @@ def shown(verb: str) -> Command:
 
 
 @pytest.mark.parametrize("verb", ["plan", "simulate"])
-def test_numbers_are_those_that_the_program_prints(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_are_those_that_the_program_prints(verb, capsys):
     command = shown(verb)
     capsys.readouterr()
     assert main(shlex.split(command.text)[1:]) == 0
@@ -33,7 +31,7 @@ def test_numbers_are_those_that_the_program_prints(verb: str, capsys: pytest.Cap
         assert line == "..." or " ".join(line.split()) in printed, line
 
 
-def test_the_drawing_is_of_the_same_example_and_up_to_date() -> None:
+def test_the_drawing_is_of_the_same_example_and_up_to_date():
     assert shlex.split(shown("plan").text)[1:] == list(EXAMPLE)
     made = planned()
     assert drawing(made) == DRAWING.read_text(encoding="utf-8"), (
@@ -46,7 +44,7 @@ def test_the_drawing_is_of_the_same_example_and_up_to_date() -> None:
         assert time_text(each["cost_per_failure_seconds"]) in DRAWING.read_text(encoding="utf-8")
 
 
-def test_the_drawing_is_readable_anywhere() -> None:
+def test_the_drawing_is_readable_anywhere():
     text = DRAWING.read_text(encoding="utf-8")
     root = ElementTree.fromstring(text)
     width = float(root.attrib["width"])

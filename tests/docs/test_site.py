@@ -1,7 +1,5 @@
 """The pages as a site, as `make docs` builds it, looked at in a real browser."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     pytest.importorskip("sphinx", reason="it needs Python 3.11")
     folder = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "sphinx", "-nWEq", "--keep-going", "docs", str(folder)]
@@ -26,7 +24,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_pages_are_whole_and_ask_for_nothing(site: Path) -> None:
+def test_pages_are_whole_and_ask_for_nothing(site):
     with browser() as chromium:
         for name in ("index", "command-line", "api/ckptman"):
             for width, scheme in ((360, "light"), (360, "dark"), (1280, "light"), (1280, "dark")):
@@ -44,7 +42,7 @@ def test_pages_are_whole_and_ask_for_nothing(site: Path) -> None:
             page.assert_quiet()
 
 
-def test_every_public_name_is_in_the_reference(site: Path) -> None:
+def test_every_public_name_is_in_the_reference(site):
     pages = "".join(page.read_text() for page in (site / "api").glob("*.html"))
     names = set(dir(ckptman)) - {"__version__", "dcp", "errors", "policies"}
     assert not [
@@ -54,7 +52,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     ]
 
 
-def test_the_browser_tells_of_requests_and_errors(tmp_path: Path) -> None:
+def test_the_browser_tells_of_requests_and_errors(tmp_path):
     noisy = tmp_path / "noisy.html"
     noisy.write_text(
         "<link rel=stylesheet href='https://example.org/style.css'><img src=missing.png>"

@@ -1,7 +1,5 @@
 """The checks of a mount together: all pass on disks that work; and whatever the trouble, nothing is left behind."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +28,7 @@ ALL = ["file system", "space", "quota", "writable", *PROMISES, *SPEEDS]
 
 
 @pytest.fixture(params=["disk", "memory"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def folder(request, tmp_path):
     """A folder on the disk of the tests, and one in memory. What is in it must be left alone."""
     if request.param == "disk":
         path = tmp_path
@@ -49,31 +46,31 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def quickly_and_without_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+def quickly_and_without_commands(monkeypatch):
     monkeypatch.setattr(checks, "REPEAT_SECONDS", 0.05)
     monkeypatch.setattr(checks, "run_command", lambda command, timeout_seconds: Commands({})(command))
 
 
-def mounted(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def mounted(monkeypatch, line):
     """Have the kernel show one mount."""
     monkeypatch.setattr(mount, "read_mounts", lambda: mount.parse_mountinfo(line))
 
 
-def quick(folder: Path, disk: Disk = DISK, **more: Any) -> dict[str, Finding]:
+def quick(folder, disk=DISK, **more):
     """Examine a folder on a disk; what was found, by name."""
     found = examine(folder, size_bytes=SIZE, disk=disk, **{"timeout_seconds": 20.0, **more})
     return {each.name: each for each in found}
 
 
-def failed(found: dict[str, Finding]) -> list[str]:
+def failed(found):
     return [name for name, each in found.items() if each.verdict == "FAILED"]
 
 
 # ---- what works ------------------------------------------------------------------------------------------------------
 
 
-def test_everything_passes_on_a_disk_that_works(folder: Path) -> None:
-    noted: list[str] = []
+def test_everything_passes_on_a_disk_that_works(folder):
+    noted = []
     found = quick(folder, note=noted.append)
     assert list(found) == ALL
     assert noted == ALL
@@ -86,7 +83,7 @@ def test_everything_passes_on_a_disk_that_works(folder: Path) -> None:
     assert found["small files"].figures["create_per_second"] > 0
 
 
-def test_a_file_system_in_memory_is_never_read_cold() -> None:
+def test_a_file_system_in_memory_is_never_read_cold():
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("no /dev/shm")
     found = quick(Path("/dev/shm"))
@@ -104,17 +101,15 @@ def test_a_file_system_in_memory_is_never_read_cold() -> None:
         ("50 1 8:1 / / rw - xfs /dev/sda1 rw,nobarrier", "without barriers"),
     ],
 )
-def test_a_mount_that_takes_fsync_away_is_a_warning(
-    line: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mount_that_takes_fsync_away_is_a_warning(line, told, tmp_path, monkeypatch):
     mounted(monkeypatch, line)
     found = quick(tmp_path)
     assert found["fsync"].verdict == "warning"
     assert told in found["fsync"].advice
 
 
-def test_a_root_that_cannot_be_claimed_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **more: Any) -> None:
+def test_a_root_that_cannot_be_claimed_is_found(folder, monkeypatch):
+    def refuse(*args, **more):
         raise BusyError("root", "elsewhere", 7, None)
 
     monkeypatch.setattr(filesystem_checks, "claim", refuse)
@@ -127,10 +122,10 @@ def test_a_root_that_cannot_be_claimed_is_found(folder: Path, monkeypatch: pytes
 class SizedDisk(Disk):
     """Notes in a file the most bytes that ever lay in the folder."""
 
-    def __init__(self, noted: Path) -> None:
+    def __init__(self, noted):
         self.noted = noted
 
-    def sync_file(self, fd: int) -> None:
+    def sync_file(self, fd):
         super().sync_file(fd)
         own = Path(f"/proc/self/fd/{fd}").readlink()
         held = sum(path.stat().st_size for path in (own if own.is_dir() else own.parent).glob("*") if path.is_file())
@@ -138,7 +133,7 @@ class SizedDisk(Disk):
             file.write(f"{held}\n")
 
 
-def test_no_more_is_written_than_was_said(tmp_path: Path) -> None:
+def test_no_more_is_written_than_was_said(tmp_path):
     inside, noted = tmp_path / "inside", tmp_path / "noted"
     inside.mkdir()
     found = quick(inside, SizedDisk(noted))
@@ -149,9 +144,7 @@ def test_no_more_is_written_than_was_said(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("free", "tried"), [(100 * 1024 * 1024, 5 * 1024 * 1024), (10 * 1024 * 1024, None)])
-def test_never_more_than_a_twentieth_of_what_is_free(
-    free: int, tried: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_never_more_than_a_twentieth_of_what_is_free(free, tried, tmp_path, monkeypatch):
     space = os.statvfs_result((1, 1, 10**10, free, free, 10, 5, 5, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: space)
     found = quick(tmp_path)
@@ -162,7 +155,7 @@ def test_never_more_than_a_twentieth_of_what_is_free(
         assert found["write"].figures["test_bytes"] == tried
 
 
-def test_a_quota_bounds_the_test_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quota_bounds_the_test_too(tmp_path, monkeypatch):
     mounted(monkeypatch, TABLE.splitlines()[3].replace("/scratch rw", "/ rw"))
     run = Commands({f"lfs quota -q -u {os.getuid()} {tmp_path}": LFS.replace("2000000", "1100000")})
     monkeypatch.setattr(checks, "run_command", lambda command, timeout_seconds: run(command))
@@ -179,7 +172,7 @@ def test_a_quota_bounds_the_test_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (0.05e9, "70 GB in 1,400 s", "at least 28,000 s", "slow", "one save takes longer than that"),
     ],
 )
-def test_what_a_checkpoint_costs(write: float, save: str, interval: str, verdict: str, advice: str) -> None:
+def test_what_a_checkpoint_costs(write, save, interval, verdict, advice):
     found = [
         Finding("write", "ok", "", figures={"bytes_per_second": write}),
         Finding("read", "ok", "", figures={"bytes_per_second": 1e9}),
@@ -194,7 +187,7 @@ def test_what_a_checkpoint_costs(write: float, save: str, interval: str, verdict
     assert bill([Finding("write", "unknown", "")], 70) == []
 
 
-def test_no_save_is_told_to_be_faster_than_its_files_and_folders() -> None:
+def test_no_save_is_told_to_be_faster_than_its_files_and_folders():
     found = [
         Finding("fsync", "ok", "", figures={"file_seconds": 0.003, "folder_seconds": 0.002}),
         Finding("small files", "ok", "", figures={"create_per_second": 100.0, "stat_per_second": 600.0}),
@@ -210,14 +203,14 @@ def test_no_save_is_told_to_be_faster_than_its_files_and_folders() -> None:
     assert bill([refused, *found[1:]], 70)[0].value == "70 B in 0.3 s"
 
 
-def test_times_of_nothing_are_not_told_more_exactly_than_they_are_known() -> None:
+def test_times_of_nothing_are_not_told_more_exactly_than_they_are_known():
     found = [Finding(name, "ok", "", figures={"bytes_per_second": 1e9}) for name in ("write", "read")]
     save, load, interval = bill(found, 70)
     assert (save.value, load.value) == ("70 B in less than 0.001 s",) * 2
     assert interval.value.startswith("at least 0.001 s where")
 
 
-def test_a_cost_at_a_rate_that_is_not_that_of_a_checkpoint_says_so(tmp_path: Path) -> None:
+def test_a_cost_at_a_rate_that_is_not_that_of_a_checkpoint_says_so(tmp_path):
     found = quick(tmp_path, against_bytes=10**6)
     assert (found["save"].verdict, found["load"].verdict) == ("warning", "warning")
     assert "rough: measured on 8.39 MB)" in found["save"].value
@@ -227,7 +220,7 @@ def test_a_cost_at_a_rate_that_is_not_that_of_a_checkpoint_says_so(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_what_repeats_ends_well_before_a_short_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_repeats_ends_well_before_a_short_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "REPEAT_SECONDS", 1.0)
     monkeypatch.setattr(renames, "check_rename", lambda own, disk, seconds: Finding("rename", "ok", f"{seconds:g} s"))
     for limit, told in ((3.0, "0.5 s"), (60.0, "1 s")):
@@ -236,7 +229,7 @@ def test_what_repeats_ends_well_before_a_short_limit(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_command_that_hangs_is_not_a_file_system_that_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_hangs_is_not_a_file_system_that_does(tmp_path, monkeypatch):
     (tmp_path / "quota").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "quota").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -251,10 +244,10 @@ def test_a_command_that_hangs_is_not_a_file_system_that_does(tmp_path: Path, mon
 class HangingDisk(Disk):
     """Never comes back from one operation."""
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation):
         self.operation = operation
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         if name == object.__getattribute__(self, "operation"):
             return lambda *args: time.sleep(600)
         return object.__getattribute__(self, name)
@@ -265,7 +258,7 @@ class HangingDisk(Disk):
     ("operation", "name"),
     [("make_folder", "writable"), ("rename", "rename"), ("sync_file", "fsync"), ("create_file", "claim")],
 )
-def test_a_disk_that_hangs_is_left_alone(operation: str, name: str, folder: Path) -> None:
+def test_a_disk_that_hangs_is_left_alone(operation, name, folder):
     began = time.monotonic()
     found = quick(folder, HangingDisk(operation), timeout_seconds=1.0)
     assert time.monotonic() - began < 15
@@ -280,9 +273,7 @@ def test_a_disk_that_hangs_is_left_alone(operation: str, name: str, folder: Path
         assert {each.verdict for each in after} == {"unknown"}
 
 
-def test_a_folder_that_cannot_even_be_looked_at_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_even_be_looked_at_does_not_answer(tmp_path, monkeypatch):
     monkeypatch.setattr(os.path, "realpath", lambda path: time.sleep(600))
     found = quick(tmp_path, timeout_seconds=0.3)
     assert failed(found) == ["answer"]
@@ -290,7 +281,7 @@ def test_a_folder_that_cannot_even_be_looked_at_does_not_answer(
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_removed_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_removed_is_named(tmp_path):
     found = quick(tmp_path, HangingDisk("remove_tree"), timeout_seconds=1.0)
     assert found["clean-up"].verdict == "FAILED"
     (left,) = tmp_path.iterdir()
@@ -300,16 +291,16 @@ def test_a_folder_that_cannot_be_removed_is_named(tmp_path: Path) -> None:
 class KilledDisk(Disk):
     """Kills the process that works on it, with no warning, inside one operation."""
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation):
         self.operation = operation
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         if name == object.__getattribute__(self, "operation"):
             return lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         return object.__getattribute__(self, name)
 
 
-def test_a_check_that_is_killed_leaves_nothing_and_the_others_go_on(folder: Path) -> None:
+def test_a_check_that_is_killed_leaves_nothing_and_the_others_go_on(folder):
     found = quick(folder, KilledDisk("reserve"))
     assert found["reserve"].verdict == "unknown"
     assert "killed by SIGKILL" in found["reserve"].value
@@ -321,15 +312,15 @@ def test_a_check_that_is_killed_leaves_nothing_and_the_others_go_on(folder: Path
     ("operation", "name"),
     [("make_folder", "writable"), ("rename", "rename"), ("sync_file", "fsync"), ("create_file", "claim")],
 )
-def test_what_saves_build_on_fails_where_it_was_not_found_out(operation: str, name: str, folder: Path) -> None:
+def test_what_saves_build_on_fails_where_it_was_not_found_out(operation, name, folder):
     found = quick(folder, KilledDisk(operation))[name]
     assert found.verdict == "FAILED"
     assert "killed by SIGKILL" in found.value
     assert found.advice == "it was not found out: run doctor again"
 
 
-def test_a_check_that_goes_wrong_is_told_and_the_others_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def go_wrong(*args: Any) -> Finding:
+def test_a_check_that_goes_wrong_is_told_and_the_others_go_on(folder, monkeypatch):
+    def go_wrong(*args):
         raise OverflowError("too large")
 
     monkeypatch.setattr(filesystem_checks, "check_links", go_wrong)
@@ -343,10 +334,10 @@ def test_a_check_that_goes_wrong_is_told_and_the_others_go_on(folder: Path, monk
 class FullDisk(Disk):
     """Takes nothing."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         self.number = number
 
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+    def write_at(self, fd, data, offset):
         raise OSError(self.number, os.strerror(self.number))
 
 
@@ -357,7 +348,7 @@ class FullDisk(Disk):
         (errno.EDQUOT, "Disk quota exceeded", "the quota is used up: nothing can be saved"),
     ],
 )
-def test_a_full_disk_is_told(number: int, told: str, advice: str, folder: Path) -> None:
+def test_a_full_disk_is_told(number, told, advice, folder):
     found = quick(folder, FullDisk(number))
     assert failed(found) == ["direct I/O"]
     assert (found["direct I/O"].value, found["direct I/O"].advice) == (told, advice)
@@ -365,11 +356,11 @@ def test_a_full_disk_is_told(number: int, told: str, advice: str, folder: Path) 
 
 
 class ReadOnlyDisk(Disk):
-    def make_folder(self, path: Path) -> None:
+    def make_folder(self, path):
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
 
-def test_a_read_only_folder_fails_at_once(folder: Path) -> None:
+def test_a_read_only_folder_fails_at_once(folder):
     found = quick(folder, ReadOnlyDisk())
     assert list(found) == ["file system", "space", "quota", "writable"]
     assert failed(found) == ["writable"]
@@ -379,7 +370,7 @@ def test_a_read_only_folder_fails_at_once(folder: Path) -> None:
     )
 
 
-def test_a_folder_of_somebody_else_fails(tmp_path: Path) -> None:
+def test_a_folder_of_somebody_else_fails(tmp_path):
     tmp_path.chmod(0o555)
     try:
         ended = unprivileged.ckptman("doctor", tmp_path, "--json")
@@ -391,8 +382,8 @@ def test_a_folder_of_somebody_else_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["rename", "claim", "write", "read"])
-def test_ctrl_c_leaves_nothing(at: str, folder: Path) -> None:
-    def interrupt(name: str) -> None:
+def test_ctrl_c_leaves_nothing(at, folder):
+    def interrupt(name):
         if name == at:
             assert any(path.name.startswith(".ckptman-doctor-") for path in folder.iterdir())
             raise KeyboardInterrupt
@@ -401,7 +392,7 @@ def test_ctrl_c_leaves_nothing(at: str, folder: Path) -> None:
         quick(folder, note=interrupt)
 
 
-def test_what_a_doctor_that_was_killed_left_is_told(tmp_path: Path) -> None:
+def test_what_a_doctor_that_was_killed_left_is_told(tmp_path):
     left = tmp_path / ".ckptman-doctor-0123abcd"
     left.mkdir()
     found = quick(tmp_path)
@@ -410,7 +401,7 @@ def test_what_a_doctor_that_was_killed_left_is_told(tmp_path: Path) -> None:
     assert left.is_dir(), "it may be at work right now"
 
 
-def test_a_folder_that_is_not_there_and_a_file(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_and_a_file(tmp_path):
     with pytest.raises(NotFoundError, match="there is no folder"):
         examine(tmp_path / "nowhere")
     (tmp_path / "file").touch()
@@ -419,7 +410,7 @@ def test_a_folder_that_is_not_there_and_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_commands_that_hang_or_fail_are_no_trouble() -> None:
+def test_commands_that_hang_or_fail_are_no_trouble():
     with pytest.raises(FileNotFoundError):
         run_command(["there-is-no-such-command"])
     assert run_command(["printf", r"hello \377"]) == "hello \ufffd"

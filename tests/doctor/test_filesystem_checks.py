@@ -1,16 +1,12 @@
 """The promises of a disk and its speed, one by one: what is broken is found, and told with its consequence."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +24,7 @@ SIZE = 8 * 1024 * 1024
 class CopyingDisk(Disk):
     """Renames as an object store does: file by file."""
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         if source.is_dir():
             target.mkdir()
             for path in source.iterdir():
@@ -44,7 +40,7 @@ class CopyingDisk(Disk):
 class VanishingDisk(Disk):
     """What is renamed is nowhere for a moment."""
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         elsewhere = source.with_name("elsewhere")
         source.rename(elsewhere)
         time.sleep(0.01)
@@ -54,7 +50,7 @@ class VanishingDisk(Disk):
 class DoublingDisk(Disk):
     """What is renamed stays under its old name."""
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         if source.is_dir():
             shutil.copytree(source, source.with_name("copy"))
             source.with_name("copy").rename(target)
@@ -65,7 +61,7 @@ class DoublingDisk(Disk):
 class RewritingDisk(Disk):
     """A file is replaced by writing over it."""
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         if source.is_dir():
             source.rename(target)
             return
@@ -89,16 +85,16 @@ class RewritingDisk(Disk):
     ],
     ids=["copying", "vanishing", "doubling", "rewriting"],
 )
-def test_a_rename_that_is_not_atomic_is_found(disk: Disk, told: str, tmp_path: Path) -> None:
+def test_a_rename_that_is_not_atomic_is_found(disk, told, tmp_path):
     found = run_isolated(lambda: renames.check_rename(tmp_path, disk), 30)
     assert found.verdict == "FAILED"
     assert re.search(told, found.value), found.value
     assert found.advice.startswith("commits are not safe here: a run could load half a checkpoint, or find none")
 
 
-def test_a_file_that_is_gone_while_it_is_replaced_is_found(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_while_it_is_replaced_is_found(tmp_path):
     class Gone(Disk):
-        def rename(self, source: Path, target: Path) -> None:
+        def rename(self, source, target):
             if source.is_dir():
                 source.rename(target)
             else:
@@ -109,7 +105,7 @@ def test_a_file_that_is_gone_while_it_is_replaced_is_found(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_commit_that_others_see_late_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_others_see_late_is_slow(tmp_path, monkeypatch):
     monkeypatch.setattr(renames, "SLOW_SIGHT_SECONDS", 0.1)
     monkeypatch.setattr(renames, "_see", _see_late)
     found = run_isolated(lambda: renames.check_rename(tmp_path, DISK, seconds=0.0), 30)
@@ -117,16 +113,16 @@ def test_a_commit_that_others_see_late_is_slow(tmp_path: Path, monkeypatch: pyte
     assert "another process saw it only after 0.2" in found.value
 
 
-def _see_late(change: Any, see: Callable[[Any], int | None] = renames._see) -> int | None:
+def _see_late(change, see=renames._see):
     number = see(change)
     if number == change.new:
         time.sleep(0.2)
     return number
 
 
-def test_a_commit_that_is_never_seen_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_is_never_seen_fails(tmp_path, monkeypatch):
     class Lazy(Disk):
-        def rename(self, source: Path, target: Path) -> None:
+        def rename(self, source, target):
             pass
 
     monkeypatch.setattr(renames, "PATIENCE_SECONDS", 0.2)
@@ -140,10 +136,10 @@ def test_a_commit_that_is_never_seen_fails(tmp_path: Path, monkeypatch: pytest.M
 class SyncDisk(Disk):
     """fsync fails: of files or of folders, with a number."""
 
-    def __init__(self, number: int, folders: bool) -> None:
+    def __init__(self, number, folders):
         self.number, self.folders = number, folders
 
-    def sync_file(self, fd: int) -> None:
+    def sync_file(self, fd):
         if self.folders == Path(f"/proc/self/fd/{fd}").is_dir():
             raise OSError(self.number, os.strerror(self.number))
         super().sync_file(fd)
@@ -157,34 +153,34 @@ class SyncDisk(Disk):
         (SyncDisk(errno.EINVAL, True), "warning", "refused on folders: Invalid argument", "may take back the newest"),
     ],
 )
-def test_an_fsync_that_fails_is_found(disk: Disk, verdict: str, value: str, advice: str, tmp_path: Path) -> None:
+def test_an_fsync_that_fails_is_found(disk, verdict, value, advice, tmp_path):
     found = filesystem_checks.check_sync(tmp_path, disk)
     assert found.verdict == verdict
     assert value in found.value
     assert advice in found.advice
 
 
-def test_an_fsync_that_takes_long_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_fsync_that_takes_long_is_slow(tmp_path, monkeypatch):
     class Slow(Disk):
-        def sync_file(self, fd: int) -> None:
+        def sync_file(self, fd):
             time.sleep(0.02)
 
     monkeypatch.setattr(filesystem_checks, "SLOW_SYNC_SECONDS", 0.01)
     assert filesystem_checks.check_sync(tmp_path, Slow(), seconds=0.0).verdict == "slow"
 
 
-def test_bytes_that_are_not_those_that_were_written_are_found(tmp_path: Path) -> None:
+def test_bytes_that_are_not_those_that_were_written_are_found(tmp_path):
     class Lossy(Disk):
-        def sync_file(self, fd: int) -> None:
+        def sync_file(self, fd):
             os.pwrite(fd, b"\0" * 64, 0)
 
     found = filesystem_checks.check_sync(tmp_path, Lossy())
     assert (found.verdict, found.value) == ("FAILED", "what was written is not what is read")
 
 
-def test_files_that_two_processes_make_at_once_are_found(tmp_path: Path) -> None:
+def test_files_that_two_processes_make_at_once_are_found(tmp_path):
     class Sharing(Disk):
-        def create_file(self, path: Path, data: bytes) -> None:
+        def create_file(self, path, data):
             self.write_file(path, data)
 
     found = run_isolated(lambda: filesystem_checks.check_claim(tmp_path, Sharing()), 30)
@@ -193,9 +189,9 @@ def test_files_that_two_processes_make_at_once_are_found(tmp_path: Path) -> None
     assert found.advice == "two runs could write to one root, and rename and prune each other's checkpoints"
 
 
-def test_files_that_nobody_can_make_are_found(tmp_path: Path) -> None:
+def test_files_that_nobody_can_make_are_found(tmp_path):
     class Refusing(Disk):
-        def create_file(self, path: Path, data: bytes) -> None:
+        def create_file(self, path, data):
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
 
     found = run_isolated(lambda: filesystem_checks.check_claim(tmp_path, Refusing()), 30)
@@ -203,25 +199,25 @@ def test_files_that_nobody_can_make_are_found(tmp_path: Path) -> None:
     assert found.value == "of two processes none could make a file that was not there, 10 times"
 
 
-def test_a_root_that_two_processes_own_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_that_two_processes_own_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(owner, "process_lives", lambda of: False)
     found = run_isolated(lambda: filesystem_checks.check_claim(tmp_path), 30)
     assert (found.verdict, found.value) == ("FAILED", "a root that another process owns was given to this one")
 
 
-def _granted(kind: str, fd: int) -> None:
+def _granted(kind, fd):
     pass
 
 
-def _refused(kind: str, fd: int) -> None:
+def _refused(kind, fd):
     raise OSError(errno.ENOSYS, "Function not implemented")
 
 
-def _posix_only(kind: str, fd: int, lock: Callable[[str, int], None] = filesystem_checks.lock) -> None:
+def _posix_only(kind, fd, lock=filesystem_checks.lock):
     (_refused if kind == "flock" else lock)(kind, fd)
 
 
-def _kept(kind: str, fd: int) -> None:
+def _kept(kind, fd):
     taken = Path(f"/proc/self/fd/{fd}").readlink().with_name(f"taken-{kind}")
     if taken.exists():
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
@@ -237,9 +233,7 @@ def _kept(kind: str, fd: int) -> None:
         (_posix_only, "warning", "fcntl works; refused: flock (Function not implemented)"),
     ],
 )
-def test_locks_that_do_not_hold_are_found(
-    take: Any, verdict: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locks_that_do_not_hold_are_found(take, verdict, value, tmp_path, monkeypatch):
     monkeypatch.setattr(filesystem_checks, "lock", take)
     found = run_isolated(lambda: filesystem_checks.check_locks(tmp_path), 30)
     assert found.verdict == verdict
@@ -247,7 +241,7 @@ def test_locks_that_do_not_hold_are_found(
 
 
 @pytest.mark.parametrize(("shift", "told"), [(-99.5, "99.5 s ahead of"), (3600.0, "3,600 s behind"), (1.0, "within")])
-def test_a_clock_that_is_off_is_told(shift: float, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_off_is_told(shift, told, tmp_path, monkeypatch):
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + shift)
     found = filesystem_checks.check_clock(tmp_path)
@@ -259,11 +253,11 @@ def test_a_clock_that_is_off_is_told(shift: float, told: str, tmp_path: Path, mo
 # ---- direct I/O, room, links -----------------------------------------------------------------------------------------
 
 
-def test_direct_io_that_is_refused_is_slow_and_other_errors_fail(tmp_path: Path) -> None:
+def test_direct_io_that_is_refused_is_slow_and_other_errors_fail(tmp_path):
     class Refusing(Disk):
         number = errno.EINVAL
 
-        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+        def write_at(self, fd, data, offset):
             if os.O_DIRECT & fcntl.fcntl(fd, fcntl.F_GETFL):
                 raise OSError(self.number, os.strerror(self.number))
             return os.pwrite(fd, data, offset)
@@ -276,9 +270,9 @@ def test_direct_io_that_is_refused_is_slow_and_other_errors_fail(tmp_path: Path)
         filesystem_checks.check_direct(tmp_path, Refusing())
 
 
-def test_room_that_is_not_taken_is_told(tmp_path: Path) -> None:
+def test_room_that_is_not_taken_is_told(tmp_path):
     class Emulating(Disk):
-        def reserve(self, fd: int, size: int) -> None:
+        def reserve(self, fd, size):
             pass
 
     found = filesystem_checks.check_reserve(tmp_path, SIZE, Emulating())
@@ -287,8 +281,8 @@ def test_room_that_is_not_taken_is_told(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_system_without_links_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path, target: str) -> None:
+def test_a_file_system_without_links_is_fine(tmp_path, monkeypatch):
+    def refuse(self, target):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(Path, "symlink_to", refuse)
@@ -299,9 +293,9 @@ def test_a_file_system_without_links_is_fine(tmp_path: Path, monkeypatch: pytest
 # ---- speed -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_disk_ends_the_test_of_its_speed(tmp_path: Path) -> None:
+def test_a_slow_disk_ends_the_test_of_its_speed(tmp_path):
     class Slow(Disk):
-        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+        def write_at(self, fd, data, offset):
             time.sleep(0.1)
             return os.pwrite(fd, data, offset)
 
@@ -315,9 +309,9 @@ def test_a_slow_disk_ends_the_test_of_its_speed(tmp_path: Path) -> None:
     assert speed.check_read(tmp_path, 64 * 1024 * 1024, 5).figures["bytes_per_second"] > 0
 
 
-def test_where_direct_io_is_refused_it_goes_through_the_cache(tmp_path: Path) -> None:
+def test_where_direct_io_is_refused_it_goes_through_the_cache(tmp_path):
     class Refusing(Disk):
-        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+        def write_at(self, fd, data, offset):
             if os.O_DIRECT & fcntl.fcntl(fd, fcntl.F_GETFL):
                 raise OSError(errno.EINVAL, "Invalid argument")
             return os.pwrite(fd, data, offset)

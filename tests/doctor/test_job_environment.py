@@ -1,15 +1,11 @@
 """What a job finds around itself: every check passes on what is right, and tells what is wrong."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -38,7 +34,7 @@ NONE = TorchFacts()
 GB = 10**9
 
 
-def test_every_check_has_a_finding_here_and_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_check_has_a_finding_here_and_needs_no_torch(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     found = survey(CPU)
     assert [each.name for each in found] == [
@@ -59,7 +55,7 @@ def test_every_check_has_a_finding_here_and_needs_no_torch(monkeypatch: pytest.M
         (TorchFacts("2.11.0a0+git"), "ok", "2.11.0a0+git (cpu)"),
     ],
 )
-def test_torch(torch: TorchFacts, verdict: str, value: str) -> None:
+def test_torch(torch, verdict, value):
     found = check_torch(torch)
     assert (found.verdict, found.value[: len(value)]) == (verdict, value)
 
@@ -79,13 +75,13 @@ def test_torch(torch: TorchFacts, verdict: str, value: str) -> None:
         (TorchFacts("2.13", "cuda", problem="CUDA unknown error"), {}, "FAILED", "CUDA unknown error"),
     ],
 )
-def test_devices(torch: TorchFacts, environ: Mapping[str, str], verdict: str, told: str) -> None:
+def test_devices(torch, environ, verdict, told):
     found = check_devices(torch, environ)
     assert found.verdict == verdict
     assert told in found.value
 
 
-def test_backends() -> None:
+def test_backends():
     assert check_backends(GPUS).verdict == "ok"
     assert check_backends(CPU).verdict == "ok"
     assert check_backends(NONE).verdict == "unknown"
@@ -118,7 +114,7 @@ MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", **WORLD, **MASTER}, "ok", "WORLD_SIZE=4"),
     ],
 )
-def test_world(environ: Mapping[str, str], verdict: str, told: str) -> None:
+def test_world(environ, verdict, told):
     found = check_world(environ)
     assert found.verdict == verdict
     assert told in found.value
@@ -128,7 +124,7 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "8", "SL
 SCRIPT = "scontrol write batch_script 7 -"
 
 
-def test_the_job_and_the_time_that_is_left() -> None:
+def test_the_job_and_the_time_that_is_left():
     job, left, _ = check_job({**JOB, "SLURM_RESTART_COUNT": "1"}, Commands({}), 1_000_000.0, None)
     assert job.value == "7, nodes: 2, tasks: 8, restarts: 1"
     assert (left.verdict, left.value) == ("ok", "600 s")
@@ -161,7 +157,7 @@ def test_the_job_and_the_time_that_is_left() -> None:
         (subprocess.TimeoutExpired("scontrol", 10), "unknown", "none is seen", ""),
     ],
 )
-def test_the_warning_signal(script: Any, verdict: str, value: str, advice: str) -> None:
+def test_the_warning_signal(script, verdict, value, advice):
     found = check_warning(
         JOB, Commands({SCRIPT: f"#!/bin/bash\n{script}" if isinstance(script, str) else script}), "7", None
     )
@@ -170,7 +166,7 @@ def test_the_warning_signal(script: Any, verdict: str, value: str, advice: str) 
     assert advice in found.advice
 
 
-def test_the_warning_signal_against_a_save() -> None:
+def test_the_warning_signal_against_a_save():
     run = Commands({SCRIPT: "#!/bin/bash\n#SBATCH --signal=USR2@10\n"})
     assert check_warning({**JOB, "SBATCH_SIGNAL": f"USR2@{'9' * 400}"}, run, "7", 70 * GB).verdict == "unknown"
     found = check_warning({**JOB, "SBATCH_SIGNAL": "USR2@100"}, run, "7", 70 * GB)
@@ -190,17 +186,17 @@ def test_the_warning_signal_against_a_save() -> None:
         (100 * GB, 4, 30 * GB, "warning", "not even one staged copy fits"),
     ],
 )
-def test_host_memory(free: int, processes: int, against: int | None, verdict: str, told: str) -> None:
+def test_host_memory(free, processes, against, verdict, told):
     found = check_memory(free, processes, against)
     assert found.verdict == verdict
     assert told in found.advice
 
 
-def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def space(free: int) -> os.statvfs_result:
+def test_shared_memory(monkeypatch):
+    def space(free):
         return os.statvfs_result((4096, 4096, 2**20, free, free, 0, 0, 0, 0, 255))
 
-    def missing(path: str) -> os.statvfs_result:
+    def missing(path):
         raise FileNotFoundError(2, "No such file or directory")
 
     monkeypatch.setattr(os, "statvfs", lambda path: space(2**20))
@@ -211,7 +207,7 @@ def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_shared_memory().verdict == "warning"
 
 
-def test_limits() -> None:
+def test_limits():
     unlimited = resource.RLIM_INFINITY
     assert check_open_files(unlimited, unlimited).verdict == "ok"
     assert "ulimit -n hard" in check_open_files(1024, 524288).advice
@@ -225,7 +221,7 @@ def test_limits() -> None:
 
 
 @pytest.mark.parametrize(("state", "verdict"), [(0, "ok"), (4, "ok"), (5, "unknown"), (-1, "unknown")])
-def test_the_clock(state: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock(state, verdict, monkeypatch):
     library = SimpleNamespace(adjtimex=lambda buffer: state)
     monkeypatch.setattr(job_environment.ctypes, "CDLL", lambda name: library)
     assert check_clock().verdict == verdict
@@ -233,7 +229,7 @@ def test_the_clock(state: int, verdict: str, monkeypatch: pytest.MonkeyPatch) ->
     assert check_clock().verdict in ("ok", "unknown")
 
 
-def test_processes_of_this_node() -> None:
+def test_processes_of_this_node():
     assert local_processes({}) == 1
     assert local_processes({"SLURM_TASKS_PER_NODE": "8(x16)"}) == 8
     assert local_processes({"LOCAL_WORLD_SIZE": "4", "SLURM_TASKS_PER_NODE": "1"}) == 4
@@ -242,7 +238,7 @@ def test_processes_of_this_node() -> None:
 
 
 @pytest.mark.slow
-def test_what_torch_says_of_itself() -> None:
+def test_what_torch_says_of_itself():
     command = "from ckptman.state.installed_torch import torch_facts; print(torch_facts().version)"
     ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=True)
     import torch
@@ -265,7 +261,7 @@ def test_what_torch_says_of_itself() -> None:
         ),
     ],
 )
-def test_without_torch_it_is_said(code: str, told: str, tmp_path: Any) -> None:
+def test_without_torch_it_is_said(code, told, tmp_path):
     (tmp_path / "torch.py").write_text(code)
     command = "from ckptman.state.installed_torch import torch_facts; print(torch_facts())"
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}
@@ -276,7 +272,7 @@ def test_without_torch_it_is_said(code: str, told: str, tmp_path: Any) -> None:
     assert job_environment.LEAST_TORCH == (2, 11)
 
 
-def test_ctrl_c_while_torch_is_imported_is_ctrl_c(tmp_path: Path) -> None:
+def test_ctrl_c_while_torch_is_imported_is_ctrl_c(tmp_path):
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     command = "from ckptman.state.installed_torch import torch_facts; torch_facts()"
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}

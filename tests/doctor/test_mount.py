@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
 
-from ckptman.doctor.finding import Finding, size_text
+from ckptman.doctor.finding import size_text
 from ckptman.doctor.mount import (
     MOUNTINFO,
-    Mount,
     check_kind,
     check_space,
     find_mount,
@@ -44,13 +41,13 @@ no line of the table
 """
 
 
-def mounted_at(path: str) -> Mount:
+def mounted_at(path):
     found = find_mount(parse_mountinfo(TABLE), path)
     assert found is not None
     return found
 
 
-def kind_of(path: str, environ: Mapping[str, str] | None = None, stripes: str = "") -> Finding:
+def kind_of(path, environ=None, stripes=""):
     return check_kind(mounted_at(path), environ or {}, stripes)
 
 
@@ -65,11 +62,11 @@ def kind_of(path: str, environ: Mapping[str, str] | None = None, stripes: str = 
         ("/gpfs", "ext4", "/"),
     ],
 )
-def test_the_mount_of_a_path(path: str, kind: str, point: str) -> None:
+def test_the_mount_of_a_path(path, kind, point):
     assert (mounted_at(path).kind, mounted_at(path).point) == (kind, point)
 
 
-def test_of_two_mounts_on_one_point_the_last_counts_and_a_number_beats_both() -> None:
+def test_of_two_mounts_on_one_point_the_last_counts_and_a_number_beats_both():
     assert mounted_at("/dev/shm").source == "later"
     found = find_mount(parse_mountinfo(TABLE), "/dev/shm", 34)
     assert found is not None
@@ -77,7 +74,7 @@ def test_of_two_mounts_on_one_point_the_last_counts_and_a_number_beats_both() ->
     assert find_mount([], "/x") is None
 
 
-def test_the_kernel_tells_the_mount_of_this_folder(tmp_path: Path) -> None:
+def test_the_kernel_tells_the_mount_of_this_folder(tmp_path):
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
         number = mount_number(fd)
@@ -110,14 +107,14 @@ def test_the_kernel_tells_the_mount_of_this_folder(tmp_path: Path) -> None:
         ("/ceph", "ok", "CephFS", "quota of the folder"),
     ],
 )
-def test_each_kind_has_its_advice(path: str, verdict: str, value: str, advice: str) -> None:
+def test_each_kind_has_its_advice(path, verdict, value, advice):
     found = kind_of(path)
     assert found.verdict == verdict
     assert value in found.value
     assert advice in found.advice
 
 
-def test_a_folder_that_the_other_nodes_do_not_see_is_a_warning_in_a_job_of_several() -> None:
+def test_a_folder_that_the_other_nodes_do_not_see_is_a_warning_in_a_job_of_several():
     assert kind_of("/fast", {"SLURM_JOB_NUM_NODES": "1"}).verdict == "ok"
     found = kind_of("/fast", {"SLURM_JOB_NUM_NODES": "16"})
     assert found.verdict == "warning"
@@ -126,7 +123,7 @@ def test_a_folder_that_the_other_nodes_do_not_see_is_a_warning_in_a_job_of_sever
 
 
 @pytest.mark.parametrize("text", ["²", "9" * 5000, "-1", "many"])
-def test_a_number_of_nodes_that_is_none_is_passed_over(text: str) -> None:
+def test_a_number_of_nodes_that_is_none_is_passed_over(text):
     assert kind_of("/fast", {"SLURM_JOB_NUM_NODES": text}).verdict == "ok"
 
 
@@ -139,15 +136,15 @@ def test_a_number_of_nodes_that_is_none_is_passed_over(text: str) -> None:
         ("", "/scratch"),
     ],
 )
-def test_stripes_of_lustre_are_told(printed: str, told: str) -> None:
+def test_stripes_of_lustre_are_told(printed, told):
     assert told in kind_of("/scratch", stripes=printed).value
 
 
-def test_a_mount_that_the_table_does_not_show_is_unknown() -> None:
+def test_a_mount_that_the_table_does_not_show_is_unknown():
     assert check_kind(None, {}).verdict == "unknown"
 
 
-def test_mounts_whose_fsync_does_less_than_it_says() -> None:
+def test_mounts_whose_fsync_does_less_than_it_says():
     assert "volatile: fsync does nothing" in (unsafe_sync(mounted_at("/merged")) or "")
     assert "without barriers" in (unsafe_sync(mounted_at("/fast")) or "")
     assert unsafe_sync(mounted_at("/scratch")) is None
@@ -157,7 +154,7 @@ def test_mounts_whose_fsync_does_less_than_it_says() -> None:
 # ---- space -----------------------------------------------------------------------------------------------------------
 
 
-def space(free: int, total: int = 10**12, files: int = 1000, free_files: int = 500) -> os.statvfs_result:
+def space(free, total=10**12, files=1000, free_files=500):
     return os.statvfs_result((4096, 1, total, free, free, files, free_files, free_files, 0, 255))
 
 
@@ -172,20 +169,20 @@ def space(free: int, total: int = 10**12, files: int = 1000, free_files: int = 5
         (60 * 10**9, 70 * 10**9, "FAILED", "a save does not fit"),
     ],
 )
-def test_space_against_two_checkpoints(free: int, against: int | None, verdict: str, advice: str) -> None:
+def test_space_against_two_checkpoints(free, against, verdict, advice):
     found = check_space(space(free), against)
     assert found.verdict == verdict
     assert found.advice.startswith(advice)
     assert found.figures["free_bytes"] == free
 
 
-def test_a_disk_with_no_inode_left_fails_and_one_that_counts_none_does_not() -> None:
+def test_a_disk_with_no_inode_left_fails_and_one_that_counts_none_does_not():
     found = check_space(space(500 * 10**9, free_files=0))
     assert (found.verdict, found.advice) == ("FAILED", "no file can be made: remove files")
     assert check_space(space(500 * 10**9, files=0, free_files=0)).verdict == "ok"
 
 
-def test_a_file_system_that_does_not_say_how_large_it_is_is_unknown() -> None:
+def test_a_file_system_that_does_not_say_how_large_it_is_is_unknown():
     found = check_space(space(0, total=0, files=0, free_files=0), 70 * 10**9)
     assert (found.verdict, found.figures) == ("unknown", {})
 
@@ -194,7 +191,7 @@ def test_a_file_system_that_does_not_say_how_large_it_is_is_unknown() -> None:
     ("count", "told"),
     [(512, "512 B"), (999.7, "1 kB"), (70e9, "70 GB"), (1.5e12, "1.5 TB"), (2.5e18, "2,500 PB"), (0, "0 B")],
 )
-def test_sizes_are_told_in_powers_of_1000(count: float, told: str) -> None:
+def test_sizes_are_told_in_powers_of_1000(count, told):
     assert size_text(count) == told
 
 
@@ -213,7 +210,7 @@ mmlsquota::0:1:::projects:GRP:100:lab:1:0:0:0:none:1:0:0:0:none:e:on:off:::
 """
 
 
-def test_quotas_as_the_commands_print_them() -> None:
+def test_quotas_as_the_commands_print_them():
     assert parse_quota(QUOTA, "user") == [Quota("user", 14340 * 1024, 20480 * 1024, 160, None)]
     assert parse_quota(LFS, "group") == [Quota("group", 1024000000, 2048000000, 12000, 1000000, in_grace=True)]
     assert parse_quota(LFS_WRAPPED, "user") == [Quota("user", 10240, None, 5, None)]
@@ -227,7 +224,7 @@ def test_quotas_as_the_commands_print_them() -> None:
     assert parse_mmlsquota("mmlsquota: Command not found\n::\n") == []
 
 
-def test_a_limit_that_is_told_to_be_none_is_known() -> None:
+def test_a_limit_that_is_told_to_be_none_is_known():
     none = parse_quota("Disk quotas for user ada (uid 1): none\n", "user")
     assert (check_quota(none).verdict, check_quota(none).value) == ("ok", "no limit is set")
 
@@ -236,7 +233,7 @@ def test_a_limit_that_is_told_to_be_none_is_known() -> None:
     ("grace", "over"),
     [("expired", True), ("none", True), ("1000", True), ("0", False), ("99999999999", False), ("6d23h", False)],
 )
-def test_days_of_grace_that_are_over(grace: str, over: bool) -> None:
+def test_days_of_grace_that_are_over(grace, over):
     (bytes_over,) = parse_quota(f"/scratch 12000* 10000 20000 {grace} 1 0 0 -\n", "user")
     assert (bytes_over.in_grace, bytes_over.grace_over) == (True, over)
     row = check_quota([bytes_over])
@@ -248,7 +245,7 @@ def test_days_of_grace_that_are_over(grace: str, over: bool) -> None:
     assert not below.grace_over
 
 
-def test_filesets_do_not_hide_each_other() -> None:
+def test_filesets_do_not_hide_each_other():
     header, row = GPFS.splitlines()[:2]
     home = row.replace("off:::", "off::home:")
     other = row.replace("off:::", "off::root:").replace("1048576", "3145727").replace(":none:1000", ":expired:1000")
@@ -265,10 +262,10 @@ def test_filesets_do_not_hide_each_other() -> None:
 class Commands:
     """Answers like the commands of a site, and notes what it was asked."""
 
-    def __init__(self, answers: Mapping[str, str | Exception]) -> None:
+    def __init__(self, answers):
         self.answers, self.asked = answers, list[str]()
 
-    def __call__(self, command: Sequence[str]) -> str:
+    def __call__(self, command):
         self.asked.append(" ".join(command))
         answer = self.answers.get(self.asked[-1], FileNotFoundError(2, "No such file"))
         if isinstance(answer, Exception):
@@ -276,7 +273,7 @@ class Commands:
         return answer
 
 
-def test_lustre_is_asked_for_user_group_and_project() -> None:
+def test_lustre_is_asked_for_user_group_and_project():
     run = Commands(
         {
             "lfs quota -q -u 7 /scratch/x": LFS,
@@ -289,7 +286,7 @@ def test_lustre_is_asked_for_user_group_and_project() -> None:
     assert "lfs quota -q -g 8 /scratch/x" in run.asked
 
 
-def test_others_are_asked_by_their_commands_and_nobody_is_asked_of_memory() -> None:
+def test_others_are_asked_by_their_commands_and_nobody_is_asked_of_memory():
     run = Commands({"mmlsquota -Y projects": GPFS})
     assert len(quotas("/gpfs/projects/x", mounted_at("/gpfs/projects"), run, 7, 8)) == 2
     over = subprocess.CalledProcessError(1, "quota", output=QUOTA)  # it fails where a limit is passed, and says it

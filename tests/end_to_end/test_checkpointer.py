@@ -1,15 +1,11 @@
 """Ways in which a run could load or save something that is not what its name says, or stop saving."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import os
 import signal
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -27,7 +23,7 @@ from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
 
 
-def open_run(root: Path | str, state: dict[str, Any], disk: Disk = DISK, **options: Any) -> ckptman.Checkpointer:
+def open_run(root, state, disk=DISK, **options):
     options.setdefault("save_policy", ckptman.EverySteps(1))
     options.setdefault("timeout_seconds", 20)
     with saving_to(disk):
@@ -37,17 +33,17 @@ def open_run(root: Path | str, state: dict[str, Any], disk: Disk = DISK, **optio
 class Best:
     """Keeps the best weights, at first by reference to the model, as many trackers do."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         self.weights = model.state_dict()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"weights": self.weights}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.weights = state["weights"]
 
 
-def test_an_object_that_shares_tensors_with_the_model_gets_its_own_back(tmp_path: Path) -> None:
+def test_an_object_that_shares_tensors_with_the_model_gets_its_own_back(tmp_path):
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, 1.0)
     best = Best(copy.deepcopy(model))
@@ -65,18 +61,18 @@ def test_an_object_that_shares_tensors_with_the_model_gets_its_own_back(tmp_path
 class Loader:
     """A data loader whose state differs on each rank and holds a tensor."""
 
-    def __init__(self, per_rank: bool) -> None:
+    def __init__(self, per_rank):
         self.per_rank = per_rank
         self.offset, self.buffer = 10 * dist.get_rank(), torch.full((3,), dist.get_rank())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"offset": self.offset, "buffer": self.buffer}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.offset, self.buffer = state["offset"], state["buffer"]
 
 
-def save_loaders(root: str, per_rank: bool) -> str:
+def save_loaders(root, per_rank):
     try:
         with open_run(root, {"loader": Loader(per_rank), "step": 1}) as checkpointer:
             checkpointer.step(1)
@@ -85,7 +81,7 @@ def save_loaders(root: str, per_rank: bool) -> str:
     return ""
 
 
-def restore_loaders(root: str) -> tuple[int, list[int]]:
+def restore_loaders(root):
     loader = Loader(per_rank=True)
     loader.offset, loader.buffer = -1, torch.zeros(3)
     with open_run(root, {"loader": loader, "step": 0}) as checkpointer:
@@ -93,7 +89,7 @@ def restore_loaders(root: str) -> tuple[int, list[int]]:
     return loader.offset, loader.buffer.tolist()
 
 
-def test_state_that_differs_between_ranks_is_refused_in_the_first_step_unless_saved_per_rank(tmp_path: Path) -> None:
+def test_state_that_differs_between_ranks_is_refused_in_the_first_step_unless_saved_per_rank(tmp_path):
     texts = run_ranks(2, save_loaders, str(tmp_path / "a"), False, fresh=True)
     assert texts[0] == texts[1]
     assert "loader.offset is 0 on rank 0 and 10 on rank 1" in texts[0]
@@ -101,7 +97,7 @@ def test_state_that_differs_between_ranks_is_refused_in_the_first_step_unless_sa
     assert run_ranks(2, restore_loaders, str(tmp_path / "b")) == [(0, [0, 0, 0]), (10, [1, 1, 1])]
 
 
-def test_leaving_in_the_middle_of_a_step_does_not_save_under_the_name_of_the_one_before(tmp_path: Path) -> None:
+def test_leaving_in_the_middle_of_a_step_does_not_save_under_the_name_of_the_one_before(tmp_path):
     app = App()
     with (
         pytest.warns(RuntimeWarning, match="an optimizer has made a step since"),
@@ -114,7 +110,7 @@ def test_leaving_in_the_middle_of_a_step_does_not_save_under_the_name_of_the_one
     assert [each.step for each in Catalog(tmp_path).complete()] == [2]
 
 
-def test_going_back_and_leaving_does_not_save_the_old_state_under_a_new_name(tmp_path: Path) -> None:
+def test_going_back_and_leaving_does_not_save_the_old_state_under_a_new_name(tmp_path):
     app = App()
     with open_run(tmp_path, app.state) as checkpointer:
         for step in (1, 2, 3):
@@ -129,8 +125,8 @@ def test_going_back_and_leaving_does_not_save_the_old_state_under_a_new_name(tmp
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5)])
-def test_a_save_before_the_first_step_changes_nothing(tmp_path: Path, kind: Any) -> None:
-    def run(save: bool) -> list[torch.Tensor]:
+def test_a_save_before_the_first_step_changes_nothing(tmp_path, kind):
+    def run(save):
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
         optimizer = kind(model.parameters())
@@ -158,16 +154,16 @@ def test_a_save_before_the_first_step_changes_nothing(tmp_path: Path, kind: Any)
 class Experts(nn.Module):
     """One of two experts never gets a gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)  # type: ignore[no-any-return]
+    def forward(self, x):
+        return self.used(x)
 
 
-def test_parameters_that_never_had_a_gradient_and_empty_groups(tmp_path: Path) -> None:
-    def make() -> dict[str, Any]:
+def test_parameters_that_never_had_a_gradient_and_empty_groups(tmp_path):
+    def make():
         model = Experts()
         groups = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}]
         return {"model": model, "optimizer": torch.optim.AdamW(groups, lr=0.1)}
@@ -191,14 +187,12 @@ def test_parameters_that_never_had_a_gradient_and_empty_groups(tmp_path: Path) -
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SparseAdam])
 @pytest.mark.parametrize("left_by", ["a gradient", "a freeze"])
 @pytest.mark.parametrize("way", ["restore", "load"])
-def test_an_optimizer_gets_its_state_whatever_its_parameters_look_like(
-    tmp_path: Path, way: str, left_by: str, kind: Any
-) -> None:
-    def make() -> dict[str, Any]:
+def test_an_optimizer_gets_its_state_whatever_its_parameters_look_like(tmp_path, way, left_by, kind):
+    def make():
         model = nn.ModuleList(nn.Embedding(5, 3, sparse=kind is torch.optim.SparseAdam) for _ in range(2))
         return {"model": model, "optimizer": kind(model.parameters())}
 
-    def use(model: nn.ModuleList, number: int) -> None:
+    def use(model, number):
         model[number](torch.tensor([1, 3])).sum().backward()
 
     saved, fresh = make(), make()
@@ -223,8 +217,8 @@ def test_an_optimizer_gets_its_state_whatever_its_parameters_look_like(
 
 
 @pytest.mark.parametrize("way", ["restore", "load"])
-def test_a_checkpoint_that_does_not_fit_leaves_the_optimizer_as_it_was(tmp_path: Path, way: str) -> None:
-    def make(outputs: int) -> dict[str, Any]:
+def test_a_checkpoint_that_does_not_fit_leaves_the_optimizer_as_it_was(tmp_path, way):
+    def make(outputs):
         model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, outputs)])
         return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
 
@@ -251,20 +245,20 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_optimizer_as_it_was(tmp_path:
 class Refusing(torch.optim.Adam):
     """Does not take what it is given."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         raise ZeroDivisionError("not this")
 
 
 class Unwilling:
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"a": 1}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         raise ZeroDivisionError("not this")
 
 
-def test_a_load_that_fails_later_leaves_the_optimizer_as_it_was_or_says_that_it_is_not_usable(tmp_path: Path) -> None:
-    def make(kind: type[torch.optim.Optimizer] = torch.optim.Adam, **others: Any) -> dict[str, Any]:
+def test_a_load_that_fails_later_leaves_the_optimizer_as_it_was_or_says_that_it_is_not_usable(tmp_path):
+    def make(kind=torch.optim.Adam, **others):
         model = nn.Linear(2, 2)
         return {"model": model, "optimizer": kind(model.parameters()), **others}
 
@@ -292,11 +286,11 @@ def test_a_load_that_fails_later_leaves_the_optimizer_as_it_was_or_says_that_it_
 class Single(torch.optim.Optimizer):
     """Keeps its state in float32, and counts in integers, whatever its parameters are."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             if not state:
@@ -308,15 +302,15 @@ class Single(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, Single])
 @pytest.mark.parametrize("way", ["restore", "load"])
-def test_state_of_another_dtype_than_its_parameter_keeps_it(tmp_path: Path, way: str, kind: Any) -> None:
+def test_state_of_another_dtype_than_its_parameter_keeps_it(tmp_path, way, kind):
     """torch casts it. Then the run is another one, and an attempt later none of its checkpoints fits the optimizer."""
 
-    def make() -> dict[str, Any]:
+    def make():
         torch.manual_seed(0)
         model = nn.Linear(3, 2, dtype=torch.bfloat16)
         return {"model": model, "optimizer": kind(model.parameters())}
 
-    def train(state: dict[str, Any], step: int) -> None:
+    def train(state, step):
         state["optimizer"].zero_grad()
         state["model"](torch.full((3,), 1 / step, dtype=torch.bfloat16)).square().sum().backward()
         state["optimizer"].step()
@@ -340,11 +334,11 @@ def test_state_of_another_dtype_than_its_parameter_keeps_it(tmp_path: Path, way:
 class Blocked(torch.optim.Optimizer):
     """Keeps state by number, and goes by the numbers, as Shampoo does with its blocks."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             blocks = self.state[parameter].setdefault("blocks", {0: {}, 1: {}})
             for number, block in blocks.items():
@@ -352,10 +346,10 @@ class Blocked(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("way", ["restore", "load"])
-def test_state_by_number_stays_so(tmp_path: Path, way: str) -> None:
+def test_state_by_number_stays_so(tmp_path, way):
     """torch makes texts of the keys of nested state."""
 
-    def make() -> dict[str, Any]:
+    def make():
         model = nn.Linear(2, 2)
         return {"model": model, "optimizer": Blocked(model.parameters())}
 
@@ -375,16 +369,16 @@ def test_state_by_number_stays_so(tmp_path: Path, way: str) -> None:
 class Closing(torch.optim.Adam):
     """Makes no step without a closure."""
 
-    def step(self, closure: Any) -> Any:
+    def step(self, closure):
         return super().step(lambda: closure())
 
 
-def test_an_optimizer_that_makes_no_step_without_a_closure(tmp_path: Path) -> None:
-    def make() -> dict[str, Any]:
+def test_an_optimizer_that_makes_no_step_without_a_closure(tmp_path):
+    def make():
         model = nn.Linear(2, 2)
         return {"model": model, "optimizer": Closing(model.parameters(), lr=0.25)}
 
-    def loss() -> torch.Tensor:
+    def loss():
         (total := saved["model"](torch.ones(2)).sum()).backward()
         return total
 
@@ -402,9 +396,7 @@ def test_an_optimizer_that_makes_no_step_without_a_closure(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["model", "optimizer"])
 @pytest.mark.parametrize("way", ["restore", "load"])
-def test_a_value_where_there_is_an_object_now_does_not_fit_and_is_not_damaged(
-    tmp_path: Path, way: str, name: str
-) -> None:
+def test_a_value_where_there_is_an_object_now_does_not_fit_and_is_not_damaged(tmp_path, way, name):
     model = nn.Linear(2, 2)
     state = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
     with open_run(tmp_path, {name: "adam"}) as checkpointer:
@@ -420,15 +412,15 @@ def test_a_value_where_there_is_an_object_now_does_not_fit_and_is_not_damaged(
 class Adaptive(torch.optim.SGD):
     """Learns a rate of its own, and keeps it among the settings from its first step on with a gradient."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         super().step()
         for group in self.param_groups:
             if sum(each.grad.abs().sum() for each in group["params"] if each.grad is not None):
                 group["estimate"] = group.get("estimate", 1.0) / 2
 
 
-def test_a_setting_that_an_optimizer_adds_in_its_first_step(tmp_path: Path) -> None:
-    def make() -> dict[str, Any]:
+def test_a_setting_that_an_optimizer_adds_in_its_first_step(tmp_path):
+    def make():
         model = nn.Linear(2, 2)
         groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}]
         return {"model": model, "optimizer": Adaptive(groups, lr=0.1, momentum=0.9)}
@@ -452,14 +444,14 @@ def test_a_setting_that_an_optimizer_adds_in_its_first_step(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("way", ["restore", "load"])
-def test_parameters_of_two_groups_that_are_one_now(tmp_path: Path, way: str) -> None:
+def test_parameters_of_two_groups_that_are_one_now(tmp_path, way):
     """It would have the settings of its first parameter for all of them."""
     model = nn.Linear(2, 2)
     for step, decay in (1, 0.0), (2, 0.5):
         groups = [{"params": [model.weight], "weight_decay": 0.5}, {"params": [model.bias], "weight_decay": decay}]
         ckptman.save({"model": model, "optimizer": torch.optim.AdamW(groups)}, tmp_path / f"step-{step:010}")
 
-    def attempt(step: int) -> float:
+    def attempt(step):
         state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), weight_decay=0.25)}
         if way == "load":
             ckptman.load(state, tmp_path / f"step-{step:010}")
@@ -474,8 +466,8 @@ def test_parameters_of_two_groups_that_are_one_now(tmp_path: Path, way: str) -> 
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_a_setting_that_a_newer_torch_has_and_the_checkpoint_has_not(tmp_path: Path, scheduled: bool) -> None:
-    def make(kind: type[torch.optim.Optimizer], **settings: Any) -> dict[str, Any]:
+def test_a_setting_that_a_newer_torch_has_and_the_checkpoint_has_not(tmp_path, scheduled):
+    def make(kind, **settings):
         model = nn.Linear(2, 2)
         return {"model": model, "optimizer": kind(model.parameters(), **settings)}
 
@@ -502,7 +494,7 @@ def test_a_setting_that_a_newer_torch_has_and_the_checkpoint_has_not(tmp_path: P
         ckptman.load(make(torch.optim.SGD), tmp_path / "unused")
 
 
-def test_an_object_that_was_empty_when_saved(tmp_path: Path) -> None:
+def test_an_object_that_was_empty_when_saved(tmp_path):
     with open_run(tmp_path, {"callback": {}, "epoch": 1}) as checkpointer:
         checkpointer.save(1)
     state = {"callback": {"best": None}, "epoch": 0}
@@ -512,13 +504,13 @@ def test_an_object_that_was_empty_when_saved(tmp_path: Path) -> None:
 
 
 class Failing:
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         raise ZeroDivisionError("a bug of the user's")
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state): ...
 
 
-def test_a_bug_in_a_state_dict_is_not_called_corruption(tmp_path: Path) -> None:
+def test_a_bug_in_a_state_dict_is_not_called_corruption(tmp_path):
     with open_run(tmp_path, {"thing": {"a": 1}}) as checkpointer:
         checkpointer.save(1)
     with (
@@ -534,14 +526,14 @@ class SlowOnce(Disk):
 
     slow = False
 
-    def sync_file(self, fd: int) -> None:
+    def sync_file(self, fd):
         if self.slow:
             type(self).slow = False
             time.sleep(5)  # longer than the timeout: the delay itself is what is tested
         super().sync_file(fd)
 
 
-def lose_contact(root: str) -> list[str]:
+def lose_contact(root):
     app, disk, events = App((2,)), SlowOnce(), []
     policy = ckptman.AtStep(1, 2, 3, 4)
     with open_run(root, app.state, disk=disk, timeout_seconds=3, save_policy=policy) as checkpointer:
@@ -560,7 +552,7 @@ def lose_contact(root: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_after_a_timeout_the_run_saves_again(tmp_path: Path) -> None:
+def test_after_a_timeout_the_run_saves_again(tmp_path):
     first, second = run_ranks(2, lose_contact, str(tmp_path), fresh=True)
     assert first == second
     assert "2 failed" in first
@@ -570,16 +562,16 @@ def test_after_a_timeout_the_run_saves_again(tmp_path: Path) -> None:
 class Hoarder(Disk):
     """Refuses to write files when the disk is full of leftovers."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
 
-    def write_file(self, path: Path, data: bytes) -> None:
+    def write_file(self, path, data):
         if any(".tmp-deadbeef-" in each.name for each in self.root.iterdir()):
             raise OSError(errno.ENOSPC, "No space left on device")
         super().write_file(path, data)
 
 
-def test_leftovers_of_killed_saves_make_room_for_the_next_attempt(tmp_path: Path) -> None:
+def test_leftovers_of_killed_saves_make_room_for_the_next_attempt(tmp_path):
     (tmp_path / "step-0000000007.tmp-deadbeef-1").mkdir()
     with open_run(tmp_path, {"epoch": 1}, disk=Hoarder(tmp_path)) as checkpointer:
         checkpointer.restore()
@@ -587,7 +579,7 @@ def test_leftovers_of_killed_saves_make_room_for_the_next_attempt(tmp_path: Path
     assert [each.step for each in Catalog(tmp_path).complete()] == [1]
 
 
-def test_a_metric_that_is_no_number_does_not_cost_the_save(tmp_path: Path) -> None:
+def test_a_metric_that_is_no_number_does_not_cost_the_save(tmp_path):
     metrics = {"loss": torch.tensor(0.5), "none": None, "text": "x", "many": torch.ones(2), "nan": float("nan")}
     with (
         pytest.warns(RuntimeWarning, match="left out") as warned,
@@ -600,7 +592,7 @@ def test_a_metric_that_is_no_number_does_not_cost_the_save(tmp_path: Path) -> No
     assert sorted(found) == ["loss", "nan"]
 
 
-def test_a_start_from_elsewhere_is_for_the_first_attempt_only(tmp_path: Path) -> None:
+def test_a_start_from_elsewhere_is_for_the_first_attempt_only(tmp_path):
     with open_run(tmp_path / "base", {"epoch": 7}) as checkpointer:
         checkpointer.save(7)
     state = {"epoch": 0}
@@ -610,7 +602,7 @@ def test_a_start_from_elsewhere_is_for_the_first_attempt_only(tmp_path: Path) ->
             checkpointer.step(expected + 1)
 
 
-def test_forgetting_restore_is_told_before_good_checkpoints_are_buried(tmp_path: Path) -> None:
+def test_forgetting_restore_is_told_before_good_checkpoints_are_buried(tmp_path):
     with open_run(tmp_path, {"epoch": 1}) as checkpointer:
         checkpointer.save(100)
     with (
@@ -621,7 +613,7 @@ def test_forgetting_restore_is_told_before_good_checkpoints_are_buried(tmp_path:
     assert [each.step for each in Catalog(tmp_path).complete()] == [100]
 
 
-def test_a_damaged_checkpoint_does_not_push_out_the_good_one(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_does_not_push_out_the_good_one(tmp_path):
     with open_run(tmp_path, {"epoch": 1}) as checkpointer:
         for step in (2, 3):
             checkpointer.step(step)
@@ -635,7 +627,7 @@ def test_a_damaged_checkpoint_does_not_push_out_the_good_one(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("code", [None, 0, 75])
-def test_sys_exit_inside_the_block_is_a_regular_end(tmp_path: Path, code: int | None) -> None:
+def test_sys_exit_inside_the_block_is_a_regular_end(tmp_path, code):
     with pytest.raises(SystemExit), open_run(tmp_path, {"epoch": 1}, save_policy=ckptman.AtStep(9)) as checkpointer:
         checkpointer.step(1)
         sys.exit(code)
@@ -645,7 +637,7 @@ def test_sys_exit_inside_the_block_is_a_regular_end(tmp_path: Path, code: int | 
     assert [each.step for each in Catalog(tmp_path).complete()] == [1]
 
 
-def test_a_loop_that_looks_at_the_signal_itself_is_run_again(tmp_path: Path) -> None:
+def test_a_loop_that_looks_at_the_signal_itself_is_run_again(tmp_path):
     with ckptman.SignalHandler() as signals:
         with open_run(tmp_path, {"epoch": 1}, signals=signals, save_policy=ckptman.OnStop()) as checkpointer:
             checkpointer.step(1)
@@ -658,32 +650,30 @@ def test_a_loop_that_looks_at_the_signal_itself_is_run_again(tmp_path: Path) -> 
     assert [each.step for each in Catalog(tmp_path).complete()] == [1]
 
 
-def test_step_numbers_of_other_types(tmp_path: Path) -> None:
+def test_step_numbers_of_other_types(tmp_path):
     with open_run(tmp_path, {"epoch": 1}) as checkpointer:
-        checkpointer.step(numpy.int64(5))  # type: ignore[arg-type]
+        checkpointer.step(numpy.int64(5))
         checkpointer.wait()
         for wrong in ("6", 6.5, -1, 10**10):
             with pytest.raises(ckptman.ConfigError, match="a step is a"):
-                checkpointer.step(wrong)  # type: ignore[arg-type]
+                checkpointer.step(wrong)
             with pytest.raises(ckptman.ConfigError, match="a step is a"):
-                checkpointer.save(wrong)  # type: ignore[arg-type]
+                checkpointer.save(wrong)
     assert [each.step for each in Catalog(tmp_path).complete()] == [5]
 
 
-def test_a_process_that_is_one_of_several_but_not_joined_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_is_one_of_several_but_not_joined_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ckptman.ConfigError, match="init_process_group"):
         open_run(tmp_path, {"epoch": 1})
 
 
 class Picky(ckptman.RetentionPolicy):
-    def keeps(self, records: Any) -> dict[int, str]:
+    def keeps(self, records):
         raise IndexError("a bug of the user's")
 
 
-def test_a_retention_policy_that_raises_costs_no_save(tmp_path: Path) -> None:
+def test_a_retention_policy_that_raises_costs_no_save(tmp_path):
     with (
         pytest.warns(RuntimeWarning, match="could not be pruned"),
         open_run(tmp_path, {"epoch": 1}, retention=Picky()) as checkpointer,
@@ -693,7 +683,7 @@ def test_a_retention_policy_that_raises_costs_no_save(tmp_path: Path) -> None:
     assert [each.step for each in Catalog(tmp_path).complete()] == [1, 2]
 
 
-def test_a_run_says_which_attempt_it_is_where_it_came_from_and_what_is_durable(tmp_path: Path) -> None:
+def test_a_run_says_which_attempt_it_is_where_it_came_from_and_what_is_durable(tmp_path):
     said = []
     for _ in range(2):
         state = {"weight": torch.zeros(3)}
@@ -711,7 +701,7 @@ def test_a_run_says_which_attempt_it_is_where_it_came_from_and_what_is_durable(t
     assert ckptman.Run(tmp_path).run_id == "italia"
 
 
-def test_a_save_that_failed_is_not_the_last_saved(tmp_path: Path) -> None:
+def test_a_save_that_failed_is_not_the_last_saved(tmp_path):
     disk = SometimesFull()
     with open_run(tmp_path, {"weight": torch.zeros(3)}, disk, async_save=False) as checkpointer:
         checkpointer.step(1)
@@ -728,7 +718,7 @@ class SometimesFull(Disk):
 
     full = False
 
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, path):
         if self.full:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         super().sync_folder(path)

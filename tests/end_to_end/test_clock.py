@@ -1,9 +1,6 @@
 """A clock that was never set, or is broken: the run saves and goes on, and nothing new is taken for old."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,8 +24,8 @@ NOW = 1_790_000_000.0
 BROKEN = [-5.0, -62e9, 0.0, 300e9, 1e18]
 
 
-def run(root: Path, steps: int, **options: object) -> int:
-    with ckptman.Checkpointer(root, {"x": torch.ones(4)}, **options) as checkpointer:  # type: ignore[arg-type]
+def run(root, steps, **options):
+    with ckptman.Checkpointer(root, {"x": torch.ones(4)}, **options) as checkpointer:
         start = checkpointer.restore()
         for step in range(start + 1, steps + 1):
             checkpointer.step(step)
@@ -36,7 +33,7 @@ def run(root: Path, steps: int, **options: object) -> int:
 
 
 @pytest.mark.parametrize("now", BROKEN)
-def test_a_run_saves_and_goes_on(now: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_saves_and_goes_on(now, tmp_path, monkeypatch):
     root, policy = tmp_path / "run", ckptman.EverySteps(1)
     keep = KeepWithin(DAY)
     assert run(root, 2) == 0
@@ -54,7 +51,7 @@ def test_a_run_saves_and_goes_on(now: float, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("now", BROKEN)
-def test_the_first_attempt_ends_in_order_too(now: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_attempt_ends_in_order_too(now, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: now)
     assert run(tmp_path, 3, deadline=None) == 0
     assert Catalog(tmp_path).complete()[-1].step == 3
@@ -62,7 +59,7 @@ def test_the_first_attempt_ends_in_order_too(now: float, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("now", BROKEN)
-def test_no_deadline_and_no_start_up_is_told_by_a_broken_clock(now: float) -> None:
+def test_no_deadline_and_no_start_up_is_told_by_a_broken_clock(now):
     pace = Timings(NOW, NOW + 60.0, monotonic=iter(range(100)).__next__, wall=lambda: now)
     assert pace.facts(1, ahead=False).time_left_seconds is None
     told = pace.step_ended()
@@ -70,12 +67,12 @@ def test_no_deadline_and_no_start_up_is_told_by_a_broken_clock(now: float) -> No
     assert 0 < told[1]["init_seconds"] < 10
 
 
-def record(sequence: int, time_seconds: float) -> Record:
+def record(sequence, time_seconds):
     return Record(sequence * 100, sequence, time_seconds, 1, {})
 
 
 @pytest.mark.parametrize("broken", [0.0, float(LATEST_SECONDS)])
-def test_what_a_broken_clock_saved_is_as_old_as_the_next_save(broken: float) -> None:
+def test_what_a_broken_clock_saved_is_as_old_as_the_next_save(broken):
     records = [record(1, broken), record(2, NOW - 9 * DAY), record(3, broken), record(4, NOW - DAY), record(5, broken)]
     verdicts = plan(records, KeepWithin(2 * DAY), now_seconds=NOW)
     assert [each.record.sequence for each in verdicts if each.keep] == [3, 4, 5]
@@ -83,12 +80,12 @@ def test_what_a_broken_clock_saved_is_as_old_as_the_next_save(broken: float) -> 
 
 
 @pytest.mark.parametrize("now", BROKEN)
-def test_no_age_is_told_by_a_clock_that_is_broken_now(now: float) -> None:
+def test_no_age_is_told_by_a_clock_that_is_broken_now(now):
     records = [record(number, NOW + number * DAY) for number in range(1, 5)]
     assert all(each.keep for each in plan(records, KeepWithin(1.0), now_seconds=now))
 
 
-def test_a_listing_and_a_prune_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_listing_and_a_prune_say_so(tmp_path, capsys):
     now = time.time()
     for sequence, saved in enumerate([now - 9 * DAY, 0.0, now - 60, float(LATEST_SECONDS)], start=1):
         commit(tmp_path, sequence * 100, sequence=sequence, time_seconds=saved)

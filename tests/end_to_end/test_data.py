@@ -1,13 +1,9 @@
 """Loops over a DataLoader, killed at random steps: they end as the run that nobody killed, loss by loss."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,17 +23,17 @@ SAMPLES, EPOCHS, ACCUMULATED = 45, 3, 2
 class Augmented(Dataset[torch.Tensor]):
     """Draws from all generators for each sample, and tells which one it is in the first number."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         noise = [random.random(), float(np.random.rand()), float(torch.rand(()))]
         return torch.tensor([float(index), *noise, index / SAMPLES])
 
 
-def loader_of(kind: str, workers: int) -> ckptman.ResumableLoader[torch.Tensor]:
+def loader_of(kind, workers):
     data = Augmented()
-    sampler: Any = None
+    sampler = None
     if kind == "elastic":
         sampler = ckptman.ElasticSampler(SAMPLES, seed=5)
     elif dist.get_world_size() > 1:
@@ -46,13 +42,13 @@ def loader_of(kind: str, workers: int) -> ckptman.ResumableLoader[torch.Tensor]:
     return ckptman.ResumableLoader(loader)
 
 
-def train(root: str, kind: str, workers: int, die_after: int | None) -> str:
+def train(root, kind, workers, die_after):
     """The loop: dropout, gradients of two batches to a step, a save every second step. Notes samples and losses."""
     rank = dist.get_rank()
     for seed_all in (random.seed, np.random.seed, torch.manual_seed):
         seed_all(rank)
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 1))
+    model = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 1))
     if dist.get_world_size() > 1:
         model = DistributedDataParallel(model)
     torch.manual_seed(100 + rank)
@@ -68,7 +64,7 @@ def train(root: str, kind: str, workers: int, die_after: int | None) -> str:
         for _ in range(loader.epoch, EPOCHS):
             for batch in loader:
                 loss = model(batch).square().mean() / ACCUMULATED
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 told = f"{loss.item().hex()} {batch[:, 0].int().tolist()}"
                 print(f"{loader.epoch}/{loader.batch}: {told}", file=log, flush=True)
                 if loader.batch % ACCUMULATED and loader.batch < len(loader):
@@ -84,15 +80,13 @@ def train(root: str, kind: str, workers: int, die_after: int | None) -> str:
     return xxh3_128_hexdigest(weights)
 
 
-def computed(root: Path, rank: int) -> dict[str, str]:
+def computed(root, rank):
     """What the run computed for each batch; of one that was computed again after a kill, the last time."""
     lines = (root / f"log-{rank}").read_text().splitlines()
     return dict(line.split(": ", 1) for line in lines)
 
 
-def kill_at_random(
-    root: Path, world_size: int, kind: str, workers: int, draws: Iterator[int], kills: int
-) -> tuple[list[str], int]:
+def kill_at_random(root, world_size, kind, workers, draws, kills):
     """Run until it is finished, with kills on the way. Returns also how many there were."""
     for killed in range(kills):
         with start_ranks(world_size, train, str(root), kind, workers, next(draws)) as world:
@@ -101,7 +95,7 @@ def kill_at_random(
     return run_ranks(world_size, train, str(root), kind, workers, None), kills
 
 
-def check(tmp_path: Path, world_size: int, kind: str, workers: int, kills: int, rng: random.Random) -> int:
+def check(tmp_path, world_size, kind, workers, kills, rng):
     """Compare a run that is killed with a whole one. Returns how often it was, before it was finished."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(parents=True)
@@ -116,20 +110,20 @@ def check(tmp_path: Path, world_size: int, kind: str, workers: int, kills: int, 
 
 
 @pytest.fixture
-def rng() -> random.Random:
+def rng():
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     return random.Random(seed)
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("plain", 0), ("elastic", 2)])
-def test_killed_twice(tmp_path: Path, kind: str, workers: int, rng: random.Random) -> None:
+def test_killed_twice(tmp_path, kind, workers, rng):
     check(tmp_path, 1, kind, workers, 2, rng)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "workers"), [("plain", 2), ("elastic", 0)])
-def test_two_ranks_killed_twice(tmp_path: Path, kind: str, workers: int, rng: random.Random) -> None:
+def test_two_ranks_killed_twice(tmp_path, kind, workers, rng):
     check(tmp_path, 2, kind, workers, 2, rng)
 
 
@@ -138,16 +132,16 @@ def test_two_ranks_killed_twice(tmp_path: Path, kind: str, workers: int, rng: ra
 @pytest.mark.parametrize("kind", ["plain", "elastic"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_killed_twenty_times(tmp_path: Path, world_size: int, kind: str, workers: int, rng: random.Random) -> None:
+def test_killed_twenty_times(tmp_path, world_size, kind, workers, rng):
     killed = 0
     while killed < 20:  # in several runs: one is finished before
         killed += check(tmp_path / str(killed), world_size, kind, workers, 20 - killed, rng)
 
 
-def elastic_part(root: str, batches: int) -> list[int]:
+def elastic_part(root, batches):
     """Go on, for so many batches, and return the samples that this rank saw."""
     loader = loader_of("elastic", 0)
-    seen: list[int] = []
+    seen = []
     state = {"data": loader, "rng": ckptman.RNGState()}
     with ckptman.Checkpointer(root, state, save_policy=ckptman.OnStop(), deadline=None) as checkpointer:
         step = checkpointer.restore()
@@ -162,7 +156,7 @@ def elastic_part(root: str, batches: int) -> list[int]:
     return seen
 
 
-def test_each_sample_once_on_two_ranks_one_and_two(tmp_path: Path) -> None:
+def test_each_sample_once_on_two_ranks_one_and_two(tmp_path):
     parts = [run_ranks(2, elastic_part, str(tmp_path), 2), run_ranks(1, elastic_part, str(tmp_path), 3)]
     parts.append(run_ranks(2, elastic_part, str(tmp_path), 99))
     seen = [sample for ranks in parts for rank in ranks for sample in rank]

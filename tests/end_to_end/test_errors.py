@@ -1,7 +1,5 @@
 """What goes wrong is said on every rank, and nothing is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -9,8 +7,6 @@ import os
 import threading
 import warnings
 from collections import deque
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy
@@ -20,10 +16,9 @@ import torch.distributed as dist
 
 import ckptman
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Entry
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.policies.save_policies import Decision, Facts
+from ckptman.policies.save_policies import Decision
 from ckptman.saving.retention_runner import RetentionRunner
 from ckptman.saving.writer import CheckpointWriter, Content
 from tests.dcp.test_values import save
@@ -34,13 +29,13 @@ from tests.helpers.ranks import run_ranks, say, start_ranks
 REAL_OPEN = os.open
 
 
-def open_run(root: Path | str, app: App, disk: Disk = DISK, **options: Any) -> ckptman.Checkpointer:
+def open_run(root, app, disk=DISK, **options):
     options.setdefault("save_policy", ckptman.EverySteps(1))
     with saving_to(disk):
         return ckptman.Checkpointer(root, app.state, deadline=None, timeout_seconds=20, **options)
 
 
-def save_steps(root: Path | str, steps: int, app: App | None = None) -> App:
+def save_steps(root, steps, app=None):
     app = app or App()
     with open_run(root, app) as checkpointer:
         for step in range(checkpointer.restore() + 1, steps + 1):
@@ -49,7 +44,7 @@ def save_steps(root: Path | str, steps: int, app: App | None = None) -> App:
     return app
 
 
-def damage(folder: Path) -> None:
+def damage(folder):
     """Flip a bit of a weight."""
     chunk = next(SavedState.read(folder).all_chunks("model.0.weight"))
     with (folder / chunk.file).open("r+b") as file:
@@ -64,13 +59,13 @@ class FullDisk(Disk):
 
     full = False
 
-    def sync_file(self, fd: int) -> None:
+    def sync_file(self, fd):
         if self.full:
             raise OSError(errno.ENOSPC, "No space left on device")
         super().sync_file(fd)
 
 
-def fail_once(root: str, async_save: bool) -> list[str]:
+def fail_once(root, async_save):
     rank, app, disk, events = dist.get_rank(), App((2,)), FullDisk(), []
     with open_run(root, app, async_save=async_save, disk=disk) as checkpointer:
         checkpointer.restore()
@@ -90,9 +85,7 @@ def fail_once(root: str, async_save: bool) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_failed_save_names_rank_and_cause_on_all_ranks_and_the_run_saves_again(
-    tmp_path: Path, async_save: bool
-) -> None:
+def test_a_failed_save_names_rank_and_cause_on_all_ranks_and_the_run_saves_again(tmp_path, async_save):
     first, second = run_ranks(2, fail_once, str(tmp_path), async_save)
     assert first == second
     assert first[1] == "2 failed on rank 1"
@@ -105,13 +98,13 @@ class DeadDisk(Disk):
 
     dead = False
 
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, path):
         if self.dead:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         super().sync_folder(path)
 
 
-def test_a_disk_that_dies_under_a_root_is_not_told_as_a_root_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_disk_that_dies_under_a_root_is_not_told_as_a_root_that_cannot_be_made(tmp_path):
     disk = DeadDisk()
     with (
         pytest.raises(ckptman.CommitError, match=r"run cannot be flushed \(Read-only file system\): check the mount"),
@@ -123,7 +116,7 @@ def test_a_disk_that_dies_under_a_root_is_not_told_as_a_root_that_cannot_be_made
     assert [each.name for each in tmp_path.glob("run/step-*")] == ["step-0000000001"]
 
 
-def fail_in_the_background(root: str) -> list[str]:
+def fail_in_the_background(root):
     """The loop never waits: the failure comes up in a later `step`, on all ranks in the same one."""
     rank, app, disk, events = dist.get_rank(), App((2,)), FullDisk(), []
     with open_run(root, app, disk=disk, save_policy=ckptman.AtStep(2, 6)) as checkpointer:
@@ -141,7 +134,7 @@ def fail_in_the_background(root: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_background_failure_surfaces_in_the_same_step_everywhere(tmp_path: Path) -> None:
+def test_a_background_failure_surfaces_in_the_same_step_everywhere(tmp_path):
     first, second = run_ranks(2, fail_in_the_background, str(tmp_path))
     assert first == second
     assert len(first) == 1
@@ -149,7 +142,7 @@ def test_a_background_failure_surfaces_in_the_same_step_everywhere(tmp_path: Pat
     assert (tmp_path / "step-0000000008").is_dir()
 
 
-def test_a_damaged_newest_is_passed_over_with_a_warning(tmp_path: Path) -> None:
+def test_a_damaged_newest_is_passed_over_with_a_warning(tmp_path):
     save_steps(tmp_path, 3)
     damage(tmp_path / "step-0000000003")
     (tmp_path / "step-0000000002" / "manifest.json").unlink()
@@ -163,7 +156,7 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(tmp_path: Path) -> None:
     assert journal.count("restore_refused") == 2
 
 
-def test_when_nothing_is_good_the_run_does_not_start_afresh(tmp_path: Path) -> None:
+def test_when_nothing_is_good_the_run_does_not_start_afresh(tmp_path):
     save_steps(tmp_path, 2)
     for folder in tmp_path.glob("step-*"):
         damage(folder)
@@ -175,7 +168,7 @@ def test_when_nothing_is_good_the_run_does_not_start_afresh(tmp_path: Path) -> N
         checkpointer.restore()
 
 
-def test_a_root_whose_checkpoints_are_gone_when_they_are_to_be_loaded_is_not_started_afresh(tmp_path: Path) -> None:
+def test_a_root_whose_checkpoints_are_gone_when_they_are_to_be_loaded_is_not_started_afresh(tmp_path):
     save_steps(tmp_path / "run", 1)
     with (
         pytest.raises(ckptman.RootError, match=r"holds none now: nothing is started at 0.*mounted"),
@@ -186,16 +179,14 @@ def test_a_root_whose_checkpoints_are_gone_when_they_are_to_be_loaded_is_not_sta
 
 
 @pytest.mark.parametrize("kept", [1, 0])
-def test_a_checkpoint_that_goes_after_it_was_listed_is_not_the_end(
-    tmp_path: Path, kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_goes_after_it_was_listed_is_not_the_end(tmp_path, kept, monkeypatch):
     app, real = App(seed=3), LocalBackend.list
     checkpointer = open_run(tmp_path / "run", app)
     saved = save_steps(tmp_path / "other", 2).digests()
     for step in range(2 - kept, 3):
         (tmp_path / "other" / f"step-000000000{step}").rename(tmp_path / "run" / f"step-000000000{step}")
 
-    def list_and_lose(self: LocalBackend, **options: Any) -> list[Entry]:
+    def list_and_lose(self, **options):
         entries = real(self, **options)
         with contextlib.suppress(FileNotFoundError):
             (tmp_path / "run" / "step-0000000002").rename(tmp_path / "away")
@@ -213,13 +204,11 @@ def test_a_checkpoint_that_goes_after_it_was_listed_is_not_the_end(
 
 @pytest.mark.parametrize("failure", [OSError(errno.ESTALE, os.strerror(errno.ESTALE)), MemoryError("no room")])
 @pytest.mark.leaves("chunks.bin")  # the parameter keeps its traceback
-def test_a_load_that_ends_in_the_middle_says_that_what_it_filled_is_not_usable(
-    tmp_path: Path, failure: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_ends_in_the_middle_says_that_what_it_filled_is_not_usable(tmp_path, failure, monkeypatch):
     ckptman.save({"x": torch.ones(2**21)}, tmp_path / "x")
     state, real = {"x": torch.zeros(2**21)}, os.preadv
 
-    def preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+    def preadv(fd, buffers, offset, flags=0):
         if offset >= 2**22 and not flags:
             raise failure
         return real(fd, buffers, offset, flags)
@@ -232,36 +221,36 @@ def test_a_load_that_ends_in_the_middle_says_that_what_it_filled_is_not_usable(
     assert state["x"].any()
 
 
-def with_average(app: App, *, is_new: bool = False) -> App:
+def with_average(app, *, is_new=False):
     app.state["average"] = {} if is_new else {"weight": torch.zeros(3, 5)}
     return app
 
 
-def no_descriptor_left(path: Path | str, *args: Any, **kwargs: Any) -> int:
+def no_descriptor_left(path, *args, **kwargs):
     if str(path).endswith(("chunks.bin", "index.json", ".distcp")):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
     return REAL_OPEN(path, *args, **kwargs)
 
 
-def no_server(*_: Any) -> int:
+def no_server(*_):
     raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
 
-def no_disk(*_: Any) -> int:
+def no_disk(*_):
     raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
 
 
-def no_right(path: Path | str, *args: Any, **kwargs: Any) -> int:
+def no_right(path, *args, **kwargs):
     if str(path).endswith(("chunks.bin", "index.json", ".distcp")):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     return REAL_OPEN(path, *args, **kwargs)
 
 
-def no_memory_for_numpy(*_: object, **__: object) -> None:
+def no_memory_for_numpy(*_, **__):
     numpy.empty(2**60, numpy.uint8)
 
 
-def no_memory_left(*_: object, **__: object) -> torch.Tensor:
+def no_memory_left(*_, **__):
     return torch.zeros(1).new_empty(2**60)  # what torch raises has no class of its own
 
 
@@ -289,9 +278,7 @@ def no_memory_left(*_: object, **__: object) -> torch.Tensor:
     ],
 )
 @pytest.mark.leaves("chunks.bin")  # the parameter keeps its traceback
-def test_what_is_no_fault_of_the_checkpoint_is_not_laid_to_it(
-    tmp_path: Path, what: str, fault: Any, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_fault_of_the_checkpoint_is_not_laid_to_it(tmp_path, what, fault, told, monkeypatch):
     save_steps(tmp_path, 2, with_average(App()))
     monkeypatch.setattr("ckptman.io.threads._free", deque())
     with (
@@ -306,7 +293,7 @@ def test_what_is_no_fault_of_the_checkpoint_is_not_laid_to_it(
         assert checkpointer.restore() == 2
 
 
-def test_a_value_of_plain_dcp_that_cannot_be_read_is_found_before_a_tensor_is_filled(tmp_path: Path) -> None:
+def test_a_value_of_plain_dcp_that_cannot_be_read_is_found_before_a_tensor_is_filled(tmp_path):
     save({"x": torch.ones(1000), "values": {"seen": {1, 2}}}, tmp_path / "plain", "dcp")
     at = SavedState.read(tmp_path / "plain").object("values.seen")
     with (tmp_path / "plain" / at.file).open("r+b") as file:
@@ -319,7 +306,7 @@ def test_a_value_of_plain_dcp_that_cannot_be_read_is_found_before_a_tensor_is_fi
         assert not state["x"].any()
 
 
-def test_a_step_that_does_not_exist(tmp_path: Path) -> None:
+def test_a_step_that_does_not_exist(tmp_path):
     save_steps(tmp_path, 2)
     with (
         pytest.raises(ckptman.NotFoundError, match="no checkpoint of step 7; the latest there are: 1, 2"),
@@ -328,7 +315,7 @@ def test_a_step_that_does_not_exist(tmp_path: Path) -> None:
         checkpointer.restore(step=7)
 
 
-def test_a_newer_format_is_never_passed_over(tmp_path: Path) -> None:
+def test_a_newer_format_is_never_passed_over(tmp_path):
     save_steps(tmp_path, 2)
     manifest = tmp_path / "step-0000000002" / "manifest.json"
     manifest.write_text(json.dumps({"format_version": 9, "something": "new"}))
@@ -339,7 +326,7 @@ def test_a_newer_format_is_never_passed_over(tmp_path: Path) -> None:
         checkpointer.restore()
 
 
-def test_a_root_that_is_a_file(tmp_path: Path) -> None:
+def test_a_root_that_is_a_file(tmp_path):
     path = tmp_path / "run"
     path.write_text("something else")
     with pytest.raises(ckptman.RootError, match="is a file"):
@@ -347,10 +334,10 @@ def test_a_root_that_is_a_file(tmp_path: Path) -> None:
     assert path.read_text() == "something else"
 
 
-def test_an_unreadable_root_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_root_is_an_error(tmp_path, monkeypatch):
     save_steps(tmp_path, 1)
 
-    def refuse(path: Any) -> list[str]:
+    def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "listdir", refuse)
@@ -358,7 +345,7 @@ def test_an_unreadable_root_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
         open_run(tmp_path, App())
 
 
-def restore_other_shape(root: str, mesh: tuple[int, ...]) -> tuple[str, bool]:
+def restore_other_shape(root, mesh):
     app = App(mesh, width=6, seed=4)
     app.model.register_buffer("extra", torch.zeros(2))
     before = app.digests()
@@ -371,7 +358,7 @@ def restore_other_shape(root: str, mesh: tuple[int, ...]) -> tuple[str, bool]:
     return "", False
 
 
-def test_a_model_that_differs_is_told_with_every_name_before_a_byte_is_copied(tmp_path: Path) -> None:
+def test_a_model_that_differs_is_told_with_every_name_before_a_byte_is_copied(tmp_path):
     app = save_steps(tmp_path, 1)
     del app
     (text, untouched), (other, _) = run_ranks(2, restore_other_shape, str(tmp_path), (2,), fresh=True)
@@ -382,7 +369,7 @@ def test_a_model_that_differs_is_told_with_every_name_before_a_byte_is_copied(tm
     assert "optimizer.state.2.weight.exp_avg: checkpoint [3, 7] float32, this run [3, 6] float32" in text
 
 
-def test_state_that_is_gone_from_the_run_is_told(tmp_path: Path) -> None:
+def test_state_that_is_gone_from_the_run_is_told(tmp_path):
     save_steps(tmp_path, 1)
     app = App()
     del app.state["scheduler"]
@@ -393,7 +380,7 @@ def test_state_that_is_gone_from_the_run_is_told(tmp_path: Path) -> None:
     assert caught.value.unexpected == ("scheduler",)
 
 
-def test_a_value_that_cannot_be_saved_is_named_and_the_run_can_go_on(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_saved_is_named_and_the_run_can_go_on(tmp_path):
     app = App()
     with open_run(tmp_path, app) as checkpointer:
         app.train_step()
@@ -406,19 +393,19 @@ def test_a_value_that_cannot_be_saved_is_named_and_the_run_can_go_on(tmp_path: P
     assert [each.name for each in sorted(tmp_path.glob("step-*"))] == ["step-0000000002"]
 
 
-def hold_root(root: str) -> None:
+def hold_root(root):
     with open_run(root, App()):
         say("mine")
         while True:
             dist.barrier()
 
 
-def test_an_object_that_cannot_give_its_state_is_not_taken_for_the_disk(tmp_path: Path) -> None:
+def test_an_object_that_cannot_give_its_state_is_not_taken_for_the_disk(tmp_path):
     class Unready:
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self):
             raise ValueError("not yet")
 
-        def load_state_dict(self, values: dict[str, Any]) -> None:
+        def load_state_dict(self, values):
             pass
 
     with (
@@ -428,7 +415,7 @@ def test_an_object_that_cannot_give_its_state_is_not_taken_for_the_disk(tmp_path
         checkpointer.save(1)
 
 
-def test_a_second_run_on_one_root_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+def test_a_second_run_on_one_root_is_refused_until_the_first_is_dead(tmp_path):
     with start_ranks(1, hold_root, str(tmp_path)) as world:
         world.await_message(0, "mine")
         with pytest.raises(ckptman.BusyError) as caught:
@@ -441,11 +428,11 @@ def test_a_second_run_on_one_root_is_refused_until_the_first_is_dead(tmp_path: P
 
 
 class Broken(ckptman.SavePolicy):
-    def decide(self, facts: Any) -> None:
+    def decide(self, facts):
         raise ZeroDivisionError("division by zero")
 
 
-def use_broken_policy(root: str) -> str:
+def use_broken_policy(root):
     app = App((2,))
     try:
         with open_run(root, app, save_policy=Broken()) as checkpointer:
@@ -457,12 +444,12 @@ def use_broken_policy(root: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_policy_that_raises_does_so_on_every_rank(tmp_path: Path) -> None:
+def test_a_policy_that_raises_does_so_on_every_rank(tmp_path):
     texts = run_ranks(2, use_broken_policy, str(tmp_path), fresh=True)
     assert texts == ["the save policy failed: ZeroDivisionError: division by zero"] * 2
 
 
-def be_out_of_step(root: str) -> str:
+def be_out_of_step(root):
     app = App((2,))
     try:
         with open_run(root, app) as checkpointer:
@@ -472,7 +459,7 @@ def be_out_of_step(root: str) -> str:
     return ""
 
 
-def test_ranks_that_are_out_of_step_are_told(tmp_path: Path) -> None:
+def test_ranks_that_are_out_of_step_are_told(tmp_path):
     texts = run_ranks(2, be_out_of_step, str(tmp_path), fresh=True)
     assert texts == ["the ranks are at different steps, from 1 to 2"] * 2
 
@@ -480,16 +467,16 @@ def test_ranks_that_are_out_of_step_are_told(tmp_path: Path) -> None:
 class GatedDisk(FullDisk):
     """Holds the background thread until it is let go, and then refuses."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.gate = threading.Event()
 
-    def sync_file(self, fd: int) -> None:
+    def sync_file(self, fd):
         if self.full and threading.current_thread().name.startswith("ckptman-save"):
             self.gate.wait()
         super().sync_file(fd)
 
 
-def be_told_once(root: str) -> tuple[list[str], list[int]]:
+def be_told_once(root):
     """The failure is known when step 4 ends, so it travels to step 5; meanwhile the loop hears of it by `wait`."""
     app, disk, told, saved = App((2,)), GatedDisk(), [], []
     with open_run(root, app, disk=disk, save_policy=ckptman.AtStep(2)) as checkpointer:
@@ -511,7 +498,7 @@ def be_told_once(root: str) -> tuple[list[str], list[int]]:
 
 
 @pytest.mark.slow
-def test_each_failure_is_told_once(tmp_path: Path) -> None:
+def test_each_failure_is_told_once(tmp_path):
     first, second = run_ranks(2, be_told_once, str(tmp_path))
     assert first == second
     told, saved = first
@@ -520,7 +507,7 @@ def test_each_failure_is_told_once(tmp_path: Path) -> None:
     assert len(saved) == 2, "it is tried again once, and that succeeds"
 
 
-def fail_before_the_end(root: str) -> None:
+def fail_before_the_end(root):
     app, disk = App((2,)), FullDisk()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -536,12 +523,12 @@ def fail_before_the_end(root: str) -> None:
     assert any("tried once more" in str(each.message) for each in warned)
 
 
-def test_a_failed_save_is_tried_once_more_at_the_end(tmp_path: Path) -> None:
+def test_a_failed_save_is_tried_once_more_at_the_end(tmp_path):
     run_ranks(2, fail_before_the_end, str(tmp_path))
     assert (tmp_path / "step-0000000003" / "manifest.json").exists()
 
 
-def wait_unlike(root: str) -> list[str]:
+def wait_unlike(root):
     """Rank 1 alone knows that the save has failed: its connection broke when the others had finished."""
     app, events = App((2,)), []
     with open_run(root, app) as checkpointer:
@@ -550,30 +537,30 @@ def wait_unlike(root: str) -> list[str]:
         checkpointer.save(1)
         original = checkpointer._saver.wait
 
-        def broken() -> Any:
+        def broken():
             reports, failure = original()
             if dist.get_rank() == 1:
                 return [], ckptman.CommitError(1, -1, "the connection broke")
             return reports, failure
 
-        checkpointer._saver.wait = broken  # type: ignore[method-assign]
+        checkpointer._saver.wait = broken
         try:
             checkpointer.wait()
         except ckptman.CommitError:
             events.append("told")
-        checkpointer._saver.wait = original  # type: ignore[method-assign]
+        checkpointer._saver.wait = original
         app.train_step()
         checkpointer.save(2)
         checkpointer.wait()
     return events
 
 
-def test_wait_raises_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+def test_wait_raises_on_all_ranks_or_on_none(tmp_path):
     assert run_ranks(2, wait_unlike, str(tmp_path)) == [["told"]] * 2
     assert (tmp_path / "step-0000000002" / "manifest.json").exists()
 
 
-def fail_before_writing(root: str, where: str) -> list[str]:
+def fail_before_writing(root, where):
     """An error of no class of ours, on one rank, in a save that the loop waits for; the next save is good."""
     app, events, rank = App((2,)), [], dist.get_rank()
     with open_run(root, app, async_save=False, save_policy=ckptman.AtStep(10**6)) as checkpointer:
@@ -598,7 +585,7 @@ def fail_before_writing(root: str, where: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["content", "write", "prune"])
-def test_an_error_that_nobody_thought_of_is_told_by_every_rank(tmp_path: Path, where: str) -> None:
+def test_an_error_that_nobody_thought_of_is_told_by_every_rank(tmp_path, where):
     first = "saved" if where == "prune" else "told of rank 1"
     assert run_ranks(2, fail_before_writing, str(tmp_path), where, limit=40) == [[first, "saved"]] * 2
     assert (tmp_path / "step-0000000002" / "manifest.json").exists()
@@ -608,11 +595,11 @@ def test_an_error_that_nobody_thought_of_is_told_by_every_rank(tmp_path: Path, w
 class StopAt(ckptman.SavePolicy):
     """Saves at step 2, and saves and stops at step 4."""
 
-    def decide(self, facts: Facts) -> Decision | None:
+    def decide(self, facts):
         return Decision("planned", stop=facts.step == 4) if facts.step in (2, 4) else None
 
 
-def stop_after_a_failure(root: str) -> tuple[list[str], int]:
+def stop_after_a_failure(root):
     """Nobody was told yet that the save before failed when the policy wants the run to end."""
     app, disk, step = App((2,)), GatedDisk(), 0
     with warnings.catch_warnings(record=True) as warned:
@@ -632,19 +619,19 @@ def stop_after_a_failure(root: str) -> tuple[list[str], int]:
     return [str(each.message) for each in warned if "tried once more" in str(each.message)], step
 
 
-def test_a_stop_of_the_policy_is_not_lost_to_an_earlier_failure(tmp_path: Path) -> None:
+def test_a_stop_of_the_policy_is_not_lost_to_an_earlier_failure(tmp_path):
     for warned, step in run_ranks(2, stop_after_a_failure, str(tmp_path)):
         assert step == 4
         assert len(warned) == 1
     assert (tmp_path / "step-0000000004" / "manifest.json").exists()
 
 
-def test_a_first_step_after_a_save_waits_for_it_before_it_plans_anew(tmp_path: Path) -> None:
+def test_a_first_step_after_a_save_waits_for_it_before_it_plans_anew(tmp_path):
     """The optimizer got its state in between, so that what was planned no longer fits."""
     app, gate = App(), threading.Event()
     original = CheckpointWriter._write
 
-    def held(writing: CheckpointWriter, *args: Any) -> Any:
+    def held(writing, *args):
         assert gate.wait(20)
         return original(writing, *args)
 

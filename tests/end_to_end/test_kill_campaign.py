@@ -1,7 +1,5 @@
 """kill -9 at chosen moments and at random ones: every resume starts from the newest commit and repeats the same run."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -9,7 +7,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -20,7 +17,7 @@ from ckptman.catalog.prune import execute, plan_prune
 from ckptman.format.paths import journal_path
 from ckptman.io.durable_files import Disk
 from ckptman.runtime.journal import read_journal
-from tests.helpers.apps import App, Mesh
+from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks, say, start_ranks
 
@@ -32,7 +29,7 @@ class StallingDisk(Disk):
 
     stall = False
 
-    def sync_file(self, fd: int) -> None:
+    def sync_file(self, fd):
         # Data files only: the journal is flushed too, when the checkpoint is committed already.
         if self.stall and Path(f"/proc/self/fd/{fd}").readlink().suffix == ".distcp":
             say("in a save")
@@ -40,7 +37,7 @@ class StallingDisk(Disk):
         super().sync_file(fd)
 
 
-def train(root: str, mesh: Mesh, until: int, every: int, plan: dict[str, int]) -> dict[str, Any]:
+def train(root, mesh, until, every, plan):
     """Train and log each loss; `plan` says at which step which rank gets a SIGTERM, or the save stalls."""
     rank, app, disk = dist.get_rank(), App(mesh), StallingDisk()
     with (
@@ -77,9 +74,9 @@ def train(root: str, mesh: Mesh, until: int, every: int, plan: dict[str, int]) -
     return {"start": start, "digests": app.digests(), "exit_code": checkpointer.exit_code}
 
 
-def losses(root: Path, rank: int) -> dict[int, float]:
+def losses(root, rank):
     """The loss of every step; a step that was done twice must have had the same loss twice."""
-    found: dict[int, float] = {}
+    found = {}
     for line in (root.parent / f"losses-{root.name}-{rank}.jsonl").read_text().splitlines():
         if line.endswith("}"):
             entry = json.loads(line)
@@ -87,7 +84,7 @@ def losses(root: Path, rank: int) -> dict[int, float]:
     return found
 
 
-def test_three_interruptions_change_nothing(tmp_path: Path) -> None:
+def test_three_interruptions_change_nothing(tmp_path):
     mesh, world, until = (2, 2), 4, 16
     whole = run_ranks(world, train, str(tmp_path / "whole"), mesh, until, 100, {})
     root = tmp_path / "parts"
@@ -112,7 +109,7 @@ def test_three_interruptions_change_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kills", [5, pytest.param(50, marks=[pytest.mark.campaign, pytest.mark.timeout(1200)])], ids=["short", "campaign"]
 )
-def test_random_kills_resume_from_the_newest_commit(tmp_path: Path, kills: int) -> None:
+def test_random_kills_resume_from_the_newest_commit(tmp_path, kills):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     dice, root, mesh, starts = random.Random(seed), tmp_path / "parts", (2,), []
@@ -139,6 +136,6 @@ def test_random_kills_resume_from_the_newest_commit(tmp_path: Path, kills: int) 
     print(f"{kills} kills, {kills} resumes, from steps {starts}; {until} steps, all as in the run that never stopped")
 
 
-def newest_step(root: Path) -> int:
+def newest_step(root):
     entries = Catalog(root).complete() if root.exists() else []
     return entries[-1].step if entries else 0

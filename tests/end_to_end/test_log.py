@@ -1,7 +1,5 @@
 """What a whole run says: rank 0 alone, at once when a signal comes, and at exit when nobody closed it."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging
@@ -15,10 +13,7 @@ import textwrap
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -40,7 +35,7 @@ SCRIPT = """
 
 
 @contextmanager
-def process(body: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+def process(body, folder):
     """A script of a user in a process of its own."""
     unwanted = ("CKPTMAN_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
@@ -52,18 +47,18 @@ def process(body: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
             running.kill()
 
 
-def ended(body: str, folder: Path) -> tuple[int, list[str]]:
+def ended(body, folder):
     """The exit code of a script, and the lines it wrote to standard error."""
     with process(body, folder) as running:
         _, err = running.communicate(timeout=60)
     return running.returncode, err.splitlines()
 
 
-def lines_of(root: str, until: int, stop_at: int | None) -> list[str]:
+def lines_of(root, until, stop_at):
     """What this rank logs in one attempt, where rank 1 gets SIGTERM at a step."""
-    told: list[str] = []
+    told = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: told.append(record.getMessage())
     logger = logging.getLogger("ckptman")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -82,7 +77,7 @@ def lines_of(root: str, until: int, stop_at: int | None) -> list[str]:
     return told
 
 
-def test_rank_0_says_what_happens_and_the_others_nothing(tmp_path: Path) -> None:
+def test_rank_0_says_what_happens_and_the_others_nothing(tmp_path):
     first, silent = run_ranks(2, lines_of, str(tmp_path), 9, 3)
     assert silent == []
     stopped = int(re.findall(r"step (\d+)", first[-1])[0])
@@ -101,7 +96,7 @@ def test_rank_0_says_what_happens_and_the_others_nothing(tmp_path: Path) -> None
     assert second[-1] == "finished after step 6: exit code 0"
 
 
-def test_ctrl_c_is_answered_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_is_answered_at_once(tmp_path):
     body = """
         with ckptman.Checkpointer("root", state, save_policy=ckptman.OnStop(), signals=True) as checkpointer:
             for step in range(checkpointer.restore() + 1, 10):
@@ -130,7 +125,7 @@ def test_ctrl_c_is_answered_at_once(tmp_path: Path) -> None:
     assert "ckptman: stopping" in said
 
 
-def test_a_run_that_nobody_closed_says_so_once_at_exit(tmp_path: Path) -> None:
+def test_a_run_that_nobody_closed_says_so_once_at_exit(tmp_path):
     body = """
         checkpointer = ckptman.Checkpointer("root", state, save_policy=ckptman.EverySteps(1), signals=True)
         checkpointer.restore()
@@ -150,16 +145,14 @@ def test_a_run_that_nobody_closed_says_so_once_at_exit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["raise ValueError('bad batch')", "os._exit(13)", "checkpointer.close()"])
-def test_a_run_that_ended_otherwise_does_not(end: str, tmp_path: Path) -> None:
+def test_a_run_that_ended_otherwise_does_not(end, tmp_path):
     code, lines = ended(f"checkpointer = ckptman.Checkpointer('root', state)\n{end}", tmp_path)
     assert code == {"r": 1, "o": 13, "c": 0}[end[0]]
     assert not [line for line in lines if "ends without close()" in line]
 
 
 @pytest.mark.leaves("ckptman-")
-def test_a_checkpointer_that_nobody_has_any_more_is_collected_and_gives_the_signals_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpointer_that_nobody_has_any_more_is_collected_and_gives_the_signals_back(tmp_path, caplog):
     before = signal.getsignal(signal.SIGTERM)
     checkpointer = ckptman.Checkpointer(tmp_path, App().state, signals=True)
     gone = weakref.ref(checkpointer)
@@ -171,13 +164,13 @@ def test_a_checkpointer_that_nobody_has_any_more_is_collected_and_gives_the_sign
 
 
 @pytest.mark.parametrize("end", ["close", "with", "fail", "refused"])
-def test_signals_true_takes_the_signals_and_gives_them_back(end: str, tmp_path: Path) -> None:
+def test_signals_true_takes_the_signals_and_gives_them_back(end, tmp_path):
     before = [signal.getsignal(number) for number in ckptman.SignalHandler().signals]
 
-    def taken() -> bool:
+    def taken():
         return [signal.getsignal(number) for number in ckptman.SignalHandler().signals] != before
 
-    made: dict[str, Any] = {"root": tmp_path, "state": App().state, "signals": True}
+    made = {"root": tmp_path, "state": App().state, "signals": True}
     if end == "close":
         checkpointer = ckptman.Checkpointer(**made)
         assert taken()
@@ -197,7 +190,7 @@ def test_signals_true_takes_the_signals_and_gives_them_back(end: str, tmp_path: 
     assert not taken()
 
 
-def test_a_handler_that_notes_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_handler_that_notes_nothing_is_refused(tmp_path):
     handler = ckptman.SignalHandler()
     with pytest.raises(ckptman.ConfigError, match="never entered"):
         ckptman.Checkpointer(tmp_path, App().state, signals=handler)
@@ -206,13 +199,13 @@ def test_a_handler_that_notes_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ckptman.ConfigError, match="its block has ended"):
         ckptman.Checkpointer(tmp_path, App().state, signals=handler)
     with pytest.raises(ckptman.ConfigError, match="signals is True"):
-        ckptman.Checkpointer(tmp_path, App().state, signals="SIGTERM")  # type: ignore[arg-type]
+        ckptman.Checkpointer(tmp_path, App().state, signals="SIGTERM")
 
 
-def test_signals_true_is_for_the_main_thread(tmp_path: Path) -> None:
-    refused: list[str] = []
+def test_signals_true_is_for_the_main_thread(tmp_path):
+    refused = []
 
-    def make() -> None:
+    def make():
         try:
             ckptman.Checkpointer(tmp_path, App().state, signals=True)
         except ckptman.ConfigError as error:
@@ -225,11 +218,9 @@ def test_signals_true_is_for_the_main_thread(tmp_path: Path) -> None:
     assert "only the main thread can" in refused[0]
 
 
-def test_neither_a_handler_that_raises_nor_a_closed_stderr_harms_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neither_a_handler_that_raises_nor_a_closed_stderr_harms_a_save(tmp_path, monkeypatch):
     class Raises(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             raise RuntimeError("no such server")
 
     handler, logger, app = Raises(), logging.getLogger("ckptman"), App()
@@ -252,9 +243,7 @@ def test_neither_a_handler_that_raises_nor_a_closed_stderr_harms_a_save(
     assert (outcome.state, outcome.step) == ("finished", 2)
 
 
-def test_a_deadline_that_is_past_or_never_comes_is_told_as_such(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_deadline_that_is_past_or_never_comes_is_told_as_such(tmp_path, caplog):
     caplog.set_level(logging.INFO, "ckptman")
     for deadline in (math.inf, 3600.0):
         with ckptman.Checkpointer(tmp_path, App().state, save_policy=ckptman.OnStop(), deadline=deadline):
@@ -264,7 +253,7 @@ def test_a_deadline_that_is_past_or_never_comes_is_told_as_such(
     assert re.fullmatch(r"the job was to end [\d,]+ s ago \(deadline= is a unix time\)", told[0])
 
 
-def test_a_deadline_and_a_save_that_failed_are_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deadline_and_a_save_that_failed_are_news(tmp_path, caplog):
     caplog.set_level(logging.INFO, "ckptman")
     journal = tmp_path / ".ckptman" / "journal.jsonl"
     journal.parent.mkdir()

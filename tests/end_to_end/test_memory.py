@@ -1,7 +1,5 @@
 """Runs that are killed go on from the memory of the nodes that are left; a rank, or two, is a node of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,8 +9,6 @@ import threading
 import time
 import warnings
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,19 +29,11 @@ STEPS = 24
 INTERVAL = 3
 
 
-def tier(shm: Path, **options: Any) -> ckptman.MemoryTier:
+def tier(shm, **options):
     return ckptman.MemoryTier(**{"save_policy": EverySteps(INTERVAL), "path": shm, **options})
 
 
-def train(
-    root: Path,
-    shm: Path,
-    per_node: int = 1,
-    stop_at: int | None = None,
-    disk_steps: int = 100,
-    options: dict[str, Any] | None = None,
-    nodes: list[str] | None = None,
-) -> tuple[int, list[tuple[int, float]], dict[str, str]]:
+def train(root, shm, per_node=1, stop_at=None, disk_steps=100, options=None, nodes=None):
     """Train, and wait to be killed at `stop_at`, when nothing is being saved to memory. Returns the step that it went
     on from, the losses and the final digests."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -70,7 +58,7 @@ def train(
     return start, losses, app.digests()
 
 
-def killed_at(step: int, world: int, *args: Any, **more: Any) -> None:
+def killed_at(step, world, *args, **more):
     """Have all ranks killed after a step."""
     with start_ranks(world, _train, args, {**more, "stop_at": step}) as ranks:
         for rank in range(world):
@@ -80,40 +68,38 @@ def killed_at(step: int, world: int, *args: Any, **more: Any) -> None:
         ranks.join()
 
 
-def finished(world: int, *args: Any, **more: Any) -> list[Any]:
-    found: list[Any] = run_ranks(world, _train, args, more)
+def finished(world, *args, **more):
+    found = run_ranks(world, _train, args, more)
     return found
 
 
-def _train(args: tuple[Any, ...], more: dict[str, Any]) -> Any:
+def _train(args, more):
     return train(*args, **more)
 
 
-def events(root: Path, name: str) -> list[dict[str, Any]]:
+def events(root, name):
     return [each for each in read_journal(root / ".ckptman" / "journal.jsonl")[0] if each["event"] == name]
 
 
-def lose(shm: Path, *nodes: str) -> None:
+def lose(shm, *nodes):
     """Have nodes forget what is in their memory, as after a power cut."""
     for node in nodes:
         for folder in shm.glob(f"ckptman-*/*-{node}"):
             shutil.rmtree(folder)
 
 
-def node_folders(shm: Path) -> list[Path]:
+def node_folders(shm):
     return sorted(shm.glob("ckptman-*/*"))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def undisturbed(tmp_path_factory):
     """What three ranks come to that nobody kills."""
     folder = tmp_path_factory.mktemp("undisturbed")
     return finished(3, folder / "root", folder)
 
 
-def test_ranks_that_were_killed_go_on_from_memory_bit_for_bit(
-    tmp_path: Path, shm: Path, undisturbed: list[Any]
-) -> None:
+def test_ranks_that_were_killed_go_on_from_memory_bit_for_bit(tmp_path, shm, undisturbed):
     killed_at(10, 3, tmp_path / "root", shm)
     assert not list((tmp_path / "root").glob("step-*"))
     results = finished(3, tmp_path / "root", shm)
@@ -128,7 +114,7 @@ def test_ranks_that_were_killed_go_on_from_memory_bit_for_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["n0", "n1", "n2"])
-def test_any_one_node_may_be_lost(tmp_path: Path, shm: Path, lost: str, undisturbed: list[Any]) -> None:
+def test_any_one_node_may_be_lost(tmp_path, shm, lost, undisturbed):
     killed_at(10, 3, tmp_path / "root", shm)
     lose(shm, lost)
     results = finished(3, tmp_path / "root", shm, nodes=["n0", "n1", "n2"])
@@ -136,9 +122,7 @@ def test_any_one_node_may_be_lost(tmp_path: Path, shm: Path, lost: str, undistur
     assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
 
 
-def test_nodes_may_be_lost_one_after_another_before_anything_new_counts(
-    tmp_path: Path, shm: Path, undisturbed: list[Any]
-) -> None:
+def test_nodes_may_be_lost_one_after_another_before_anything_new_counts(tmp_path, shm, undisturbed):
     killed_at(10, 3, tmp_path / "root", shm)
     for node in ("n0", "n1", "n2"):
         lose(shm, node)
@@ -149,7 +133,7 @@ def test_nodes_may_be_lost_one_after_another_before_anything_new_counts(
 
 
 @pytest.mark.slow
-def test_a_spare_node_takes_the_place_of_one_that_is_lost(tmp_path: Path, shm: Path, undisturbed: list[Any]) -> None:
+def test_a_spare_node_takes_the_place_of_one_that_is_lost(tmp_path, shm, undisturbed):
     killed_at(10, 3, tmp_path / "root", shm)
     lose(shm, "n1")
     results = finished(3, tmp_path / "root", shm, nodes=["n0", "n2", "spare"])
@@ -159,9 +143,7 @@ def test_a_spare_node_takes_the_place_of_one_that_is_lost(tmp_path: Path, shm: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "per_node"), [(2, 1), (4, 2), (1, 1)])
-def test_other_numbers_of_ranks_and_nodes_go_on_from_memory(
-    tmp_path: Path, shm: Path, world: int, per_node: int
-) -> None:
+def test_other_numbers_of_ranks_and_nodes_go_on_from_memory(tmp_path, shm, world, per_node):
     killed_at(10, 3, tmp_path / "root", shm)
     lose(shm, "n2")
     results = finished(world, tmp_path / "root", shm, per_node=per_node)
@@ -173,7 +155,7 @@ def test_other_numbers_of_ranks_and_nodes_go_on_from_memory(
 
 
 @pytest.mark.slow
-def test_two_nodes_lost_at_once_cost_what_the_disk_does_not_have(tmp_path: Path, shm: Path) -> None:
+def test_two_nodes_lost_at_once_cost_what_the_disk_does_not_have(tmp_path, shm):
     killed_at(11, 3, tmp_path / "root", shm, disk_steps=5)
     lose(shm, "n0", "n1")
     results = finished(3, tmp_path / "root", shm, disk_steps=5)
@@ -184,7 +166,7 @@ def test_two_nodes_lost_at_once_cost_what_the_disk_does_not_have(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_the_disk_is_taken_where_it_is_newer(tmp_path: Path, shm: Path) -> None:
+def test_the_disk_is_taken_where_it_is_newer(tmp_path, shm):
     root = tmp_path / "root"
     killed_at(10, 2, root, shm)
     kept = tmp_path / "kept"
@@ -196,12 +178,12 @@ def test_the_disk_is_taken_where_it_is_newer(tmp_path: Path, shm: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_another_run_left_in_memory_is_not_read(tmp_path: Path, shm: Path) -> None:
+def test_what_another_run_left_in_memory_is_not_read(tmp_path, shm):
     killed_at(10, 2, tmp_path / "one", shm)
     assert {start for start, _, _ in finished(2, tmp_path / "two", shm)} == {0}
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path, at):
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)
@@ -211,7 +193,7 @@ def flip(path: Path, at: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["__0_0.distcp", "blocks-00000.bin", "index.json", "chunks.bin", "manifest.json"])
-def test_a_flipped_byte_in_memory_is_never_loaded(tmp_path: Path, shm: Path, name: str, undisturbed: list[Any]) -> None:
+def test_a_flipped_byte_in_memory_is_never_loaded(tmp_path, shm, name, undisturbed):
     killed_at(10, 3, tmp_path / "root", shm, disk_steps=4)
     for folder in node_folders(shm):
         for path in folder.glob(f"step-*/{name}"):
@@ -222,7 +204,7 @@ def test_a_flipped_byte_in_memory_is_never_loaded(tmp_path: Path, shm: Path, nam
 
 
 @pytest.mark.slow
-def test_a_save_to_memory_that_was_cut_short_is_none(tmp_path: Path, shm: Path, undisturbed: list[Any]) -> None:
+def test_a_save_to_memory_that_was_cut_short_is_none(tmp_path, shm, undisturbed):
     killed_at(10, 3, tmp_path / "root", shm)
     for folder in node_folders(shm):
         newest = max(folder.glob("step-*"))
@@ -235,7 +217,7 @@ def test_a_save_to_memory_that_was_cut_short_is_none(tmp_path: Path, shm: Path, 
 
 
 @pytest.mark.slow
-def test_a_node_that_was_killed_before_it_had_the_manifest_is_asked_for_its_parts(tmp_path: Path, shm: Path) -> None:
+def test_a_node_that_was_killed_before_it_had_the_manifest_is_asked_for_its_parts(tmp_path, shm):
     killed_at(10, 3, tmp_path / "root", shm)
     lose(shm, "n2")
     for folder in shm.glob("ckptman-*/*-n1"):
@@ -245,7 +227,7 @@ def test_a_node_that_was_killed_before_it_had_the_manifest_is_asked_for_its_part
 
 
 @pytest.mark.slow
-def test_a_rollback_leaves_memory_behind(tmp_path: Path, shm: Path) -> None:
+def test_a_rollback_leaves_memory_behind(tmp_path, shm):
     root = tmp_path / "root"
     killed_at(11, 2, root, shm, disk_steps=4)
     plan = partial(rollback.plan_rollback, root, 4)
@@ -255,7 +237,7 @@ def test_a_rollback_leaves_memory_behind(tmp_path: Path, shm: Path) -> None:
     assert "rollback" in events(root, "memory_refused")[0]["reason"]
 
 
-def test_restore_of_a_step_takes_it_from_where_it_is(tmp_path: Path, shm: Path) -> None:
+def test_restore_of_a_step_takes_it_from_where_it_is(tmp_path, shm):
     root = tmp_path / "root"
     app = App()
     with ckptman.Checkpointer(
@@ -280,7 +262,7 @@ class Crash(Exception):
     pass
 
 
-def crashed_at(root: Path, shm: Path, step: int, app: App | None = None, **options: Any) -> App:
+def crashed_at(root, shm, step, app=None, **options):
     """Train alone, and crash after a step; the checkpoint of every third is in memory."""
     app = app or App()
     with (
@@ -299,14 +281,12 @@ def crashed_at(root: Path, shm: Path, step: int, app: App | None = None, **optio
 
 
 @pytest.fixture
-def far() -> dict[str, Any]:
+def far():
     """A policy that saves nothing to disk."""
     return {"save_policy": EverySteps(10**6)}
 
 
-def test_a_run_that_has_nothing_left_to_do_saves_what_was_in_memory_alone(
-    tmp_path: Path, shm: Path, far: dict[str, Any]
-) -> None:
+def test_a_run_that_has_nothing_left_to_do_saves_what_was_in_memory_alone(tmp_path, shm, far):
     crashed_at(tmp_path, shm, 9, **far)
     app = App(seed=1)
     with ckptman.Checkpointer(tmp_path, app.state, memory=tier(shm, copies=2), **far) as checkpointer:
@@ -315,7 +295,7 @@ def test_a_run_that_has_nothing_left_to_do_saves_what_was_in_memory_alone(
     assert not node_folders(shm)
 
 
-def test_a_signal_while_it_restores_costs_nothing(tmp_path: Path, shm: Path, far: dict[str, Any]) -> None:
+def test_a_signal_while_it_restores_costs_nothing(tmp_path, shm, far):
     crashed_at(tmp_path, shm, 9, **far)
     app = App(seed=1)
     with (
@@ -330,7 +310,7 @@ def test_a_signal_while_it_restores_costs_nothing(tmp_path: Path, shm: Path, far
         assert checkpointer.restore() == 9
 
 
-def test_restarts_from_memory_do_not_put_off_the_save_to_disk(tmp_path: Path, shm: Path) -> None:
+def test_restarts_from_memory_do_not_put_off_the_save_to_disk(tmp_path, shm):
     policy = {"save_policy": EverySteps(8)}
     crashed_at(tmp_path, shm, 7, **policy)
     for step in (9, 10, 11):
@@ -339,7 +319,7 @@ def test_restarts_from_memory_do_not_put_off_the_save_to_disk(tmp_path: Path, sh
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json"])
-def test_what_was_found_damaged_is_no_fresh_start(tmp_path: Path, shm: Path, far: dict[str, Any], name: str) -> None:
+def test_what_was_found_damaged_is_no_fresh_start(tmp_path, shm, far, name):
     crashed_at(tmp_path, shm, 9, **far)
     (path,) = shm.glob(f"ckptman-*/*/step-*/{name}")
     flip(path, path.stat().st_size // 2)
@@ -353,16 +333,14 @@ def test_what_was_found_damaged_is_no_fresh_start(tmp_path: Path, shm: Path, far
     assert node_folders(shm)
 
 
-def test_an_error_of_the_users_own_says_nothing_about_the_checkpoint(
-    tmp_path: Path, shm: Path, far: dict[str, Any]
-) -> None:
+def test_an_error_of_the_users_own_says_nothing_about_the_checkpoint(tmp_path, shm, far):
     app = crashed_at(tmp_path, shm, 9, **far)
 
-    def refuse(state: dict[str, Any]) -> None:
+    def refuse(state):
         raise RuntimeError("no connection")
 
     other = App(seed=1)
-    other.position.load_state_dict = refuse  # type: ignore[method-assign]
+    other.position.load_state_dict = refuse
     with (
         pytest.raises(ckptman.CkptmanError, match="no connection"),
         ckptman.Checkpointer(tmp_path, other.state, memory=tier(shm, copies=2), **far) as checkpointer,
@@ -373,7 +351,7 @@ def test_an_error_of_the_users_own_says_nothing_about_the_checkpoint(
         assert last.position.next_sample == app.position.next_sample
 
 
-def test_a_copy_of_a_root_does_not_share_its_memory(tmp_path: Path, shm: Path) -> None:
+def test_a_copy_of_a_root_does_not_share_its_memory(tmp_path, shm):
     policy = {"save_policy": EverySteps(4)}
     crashed_at(tmp_path / "a", shm, 5, **policy)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -387,21 +365,17 @@ def test_a_copy_of_a_root_does_not_share_its_memory(tmp_path: Path, shm: Path) -
     assert node_folders(shm)
 
 
-def test_the_start_of_another_run_leaves_alone_what_a_crashed_one_may_go_on_from(
-    tmp_path: Path, shm: Path, far: dict[str, Any]
-) -> None:
+def test_the_start_of_another_run_leaves_alone_what_a_crashed_one_may_go_on_from(tmp_path, shm, far):
     crashed_at(tmp_path / "a", shm, 9, **far)
     crashed_at(tmp_path / "b", shm, 3, **far)
     assert len(node_folders(shm)) == 2
 
 
-def test_nan_in_memory_is_better_than_nothing_and_takes_no_finite_one_away(
-    tmp_path: Path, shm: Path, far: dict[str, Any]
-) -> None:
+def test_nan_in_memory_is_better_than_nothing_and_takes_no_finite_one_away(tmp_path, shm, far):
     app = crashed_at(tmp_path, shm, 6, **far)
     with torch.no_grad():
         app.model[0].bias.fill_(float("nan"))
-    app.train_step = lambda: 0.0  # type: ignore[method-assign]
+    app.train_step = lambda: 0.0
     with (
         warnings.catch_warnings(),
         pytest.raises(Crash),
@@ -412,12 +386,12 @@ def test_nan_in_memory_is_better_than_nothing_and_takes_no_finite_one_away(
         with torch.no_grad():
             app.model[0].bias.fill_(0.5)
         checkpointer.step(9)
-        checkpointer._memory.saves.wait()  # type: ignore[union-attr]
+        checkpointer._memory.saves.wait()
         with torch.no_grad():
             app.model[0].bias.fill_(float("nan"))
         for step in (12, 15, 18):
             checkpointer.step(step)
-            checkpointer._memory.saves.wait()  # type: ignore[union-attr]
+            checkpointer._memory.saves.wait()
         raise Crash
     with ckptman.Checkpointer(tmp_path, App(seed=2).state, memory=tier(shm, copies=1), **far) as checkpointer:
         assert checkpointer.restore() == 9
@@ -426,7 +400,7 @@ def test_nan_in_memory_is_better_than_nothing_and_takes_no_finite_one_away(
 # ---- what cannot be used ---------------------------------------------------------------------------------------------
 
 
-def run_alone(root: Path, memory: ckptman.MemoryTier) -> list[str]:
+def run_alone(root, memory):
     """Train a few steps, and return what was warned of."""
     app = App()
     with warnings.catch_warnings(record=True) as said:
@@ -443,25 +417,25 @@ def run_alone(root: Path, memory: ckptman.MemoryTier) -> list[str]:
 @pytest.mark.parametrize(
     ("path", "message"), [("/not/there", "is not there"), ("/proc/self", "cannot be made|not this user's")]
 )
-def test_a_path_that_cannot_be_used_is_said_and_the_disk_has_all(tmp_path: Path, path: str, message: str) -> None:
+def test_a_path_that_cannot_be_used_is_said_and_the_disk_has_all(tmp_path, path, message):
     said = run_alone(tmp_path / "root", ckptman.MemoryTier(path=path))
     assert any("goes on with disk alone" in each and re.search(message, each) for each in said), said
     assert events(tmp_path / "root", "memory_off")
 
 
-def test_one_node_keeps_one_copy_and_says_so(tmp_path: Path, shm: Path) -> None:
+def test_one_node_keeps_one_copy_and_says_so(tmp_path, shm):
     said = run_alone(tmp_path / "root", tier(shm))
     assert any("1 copy instead of 2" in each for each in said), said
 
 
-def test_too_little_memory_is_said_before_anything_is_saved_there(tmp_path: Path, shm: Path) -> None:
+def test_too_little_memory_is_said_before_anything_is_saved_there(tmp_path, shm):
     said = run_alone(tmp_path / "root", tier(shm, copies=1, max_bytes=1000))
     assert any("max_bytes allows 0.0 GiB" in each for each in said), said
     assert not events(tmp_path / "root", "memory_saved")
 
 
 @pytest.mark.slow
-def test_a_disk_of_each_node_takes_the_place_of_memory(tmp_path: Path, undisturbed: list[Any]) -> None:
+def test_a_disk_of_each_node_takes_the_place_of_memory(tmp_path, undisturbed):
     (disk := tmp_path / "disk").mkdir()
     killed_at(10, 3, tmp_path / "root", disk)
     lose(disk, "n1")
@@ -470,10 +444,8 @@ def test_a_disk_of_each_node_takes_the_place_of_memory(tmp_path: Path, undisturb
     assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
 
 
-def test_saves_that_fail_turn_it_off_and_training_goes_on(
-    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
+def test_saves_that_fail_turn_it_off_and_training_goes_on(tmp_path, shm, monkeypatch):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(memory_saves._MemoryWriter, "_write_data", full)
@@ -494,7 +466,7 @@ def test_saves_that_fail_turn_it_off_and_training_goes_on(
     assert events(tmp_path / "root", "memory_off")
 
 
-def _private(root: Path, shm: Path) -> list[str]:
+def _private(root, shm):
     rank = dist.get_rank()
     os.environ["SLURMD_NODENAME"] = "n0"
     (shm / str(rank)).mkdir()
@@ -506,12 +478,12 @@ def _private(root: Path, shm: Path) -> list[str]:
     return [str(each.message) for each in said]
 
 
-def test_memory_that_is_private_to_each_container_is_said(tmp_path: Path, shm: Path) -> None:
+def test_memory_that_is_private_to_each_container_is_said(tmp_path, shm):
     said, _ = run_ranks(2, _private, tmp_path / "root", shm)
     assert any("private to each container" in each for each in said), said
 
 
-def test_a_journal_has_what_was_agreed_on(tmp_path: Path, shm: Path) -> None:
+def test_a_journal_has_what_was_agreed_on(tmp_path, shm):
     finished(3, tmp_path / "root", shm)
     (on,) = events(tmp_path / "root", "memory_on")
     assert (on["nodes"], on["copies"], on["lost_nodes"]) == (3, 2, 1)

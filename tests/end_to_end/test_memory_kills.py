@@ -1,7 +1,5 @@
 """Ranks and nodes killed at any moment, with checkpoints in memory: nothing that counted is lost, nothing torn."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -9,7 +7,6 @@ import signal
 import time
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +15,7 @@ import ckptman
 from ckptman.policies import EverySteps, OnStop
 from tests.helpers.apps import App
 from tests.helpers.node_memory import shm
-from tests.helpers.ranks import RankError, World, run_ranks, say, start_ranks
+from tests.helpers.ranks import RankError, run_ranks, say, start_ranks
 
 __all__ = ["shm"]
 
@@ -27,7 +24,7 @@ SHORT_KILLS, LONG_KILLS = 6, 300
 MOST_SECONDS = 1.5
 
 
-def train(root: Path, shm: Path, steps: int, seconds: float) -> tuple[list[tuple[int, float]], dict[str, str]]:
+def train(root, shm, steps, seconds):
     """Train, and tell what counts in memory and how far it is."""
     rank = dist.get_rank()
     os.environ["SLURMD_NODENAME"] = f"n{rank * NODES // dist.get_world_size()}"
@@ -49,7 +46,7 @@ def train(root: Path, shm: Path, steps: int, seconds: float) -> tuple[list[tuple
     return losses, app.digests()
 
 
-def drain(world: World, rank: int) -> list[str]:
+def drain(world, rank):
     """What a rank has said until it died."""
     while True:
         try:
@@ -58,7 +55,7 @@ def drain(world: World, rank: int) -> list[str]:
             return [text for kind, text in world._messages[rank] if kind == "said"]
 
 
-def kill_once(root: Path, shm: Path, dice: random.Random, steps: int, ranks: int) -> tuple[int, int, int, str]:
+def kill_once(root, shm, dice, steps, ranks):
     """Start ranks, kill one of them or a node's at a random moment, and then the others, as a launcher does. Returns
     where they began, what counted in memory, how far they were, and what was killed."""
     what = dice.choice(["rank", "node", "all"])
@@ -84,7 +81,7 @@ def kill_once(root: Path, shm: Path, dice: random.Random, steps: int, ranks: int
     return max(begun, default=-1), counted, max((step for step, _ in at), default=0), what
 
 
-def kill_again_and_again(folder: Path, kills: int, seed: int, ranks: int = 3) -> None:
+def kill_again_and_again(folder, kills, seed, ranks=3):
     """Kill ranks of a run in `folder`, a new one in memory, and let it come to its end: as if nobody had."""
     shm = folder / "memory"
     shm.mkdir()
@@ -106,19 +103,19 @@ def kill_again_and_again(folder: Path, kills: int, seed: int, ranks: int = 3) ->
     print(dict(done), f"{counted + 12} steps")
 
 
-def check(shm: Path, kills: int, ranks: int) -> None:
+def check(shm, kills, ranks):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     kill_again_and_again(shm, kills, seed, ranks)
 
 
 @pytest.mark.slow
-def test_ranks_and_nodes_are_killed_and_nothing_that_counted_is_lost(shm: Path) -> None:
+def test_ranks_and_nodes_are_killed_and_nothing_that_counted_is_lost(shm):
     check(shm, SHORT_KILLS, 3)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("ranks", [3, 6])
-def test_300_kills(shm: Path, ranks: int) -> None:
+def test_300_kills(shm, ranks):
     check(shm, LONG_KILLS // 2, ranks)

@@ -3,13 +3,9 @@
 And no run starts over what may be a checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,12 +19,12 @@ from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import MANIFEST, step_folder
 from ckptman.io.durable_files import PRIVATE_ENV
 from ckptman.session import run_session as attempt
-from tests.helpers.apps import App, Mesh
+from tests.helpers.apps import App
 from tests.helpers.checkpoints import flip_byte
 from tests.helpers.ranks import run_ranks
 
 
-def train(root: str, mesh: Mesh | None, until: int, every: int = 3, async_save: bool = True) -> dict[str, Any]:
+def train(root, mesh, until, every=3, async_save=True):
     app = App(mesh)
     losses = {}
     with ckptman.Checkpointer(
@@ -46,7 +42,7 @@ def train(root: str, mesh: Mesh | None, until: int, every: int = 3, async_save: 
 @pytest.mark.slow
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, mesh: Mesh, async_save: bool) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, mesh, async_save):
     world = 1
     for size in mesh:
         world *= size
@@ -61,7 +57,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, mesh: Mesh, 
 
 
 @pytest.mark.slow
-def test_world_sizes_4_2_1_3_4_restore_bit_for_bit(tmp_path: Path) -> None:
+def test_world_sizes_4_2_1_3_4_restore_bit_for_bit(tmp_path):
     root, until, ended = str(tmp_path / "run"), 0, None
     for mesh in [(2, 2), (1, 2), (1,), (3,), (4,)]:
         world = mesh[0] * (mesh[1] if len(mesh) > 1 else 1)
@@ -77,7 +73,7 @@ def test_world_sizes_4_2_1_3_4_restore_bit_for_bit(tmp_path: Path) -> None:
 # ---- what a run never starts over ------------------------------------------------------------------------------------
 
 
-def one_step(root: Path, restore: dict[str, Any] | None = None, step: int = 1, **options: Any) -> int | None:
+def one_step(root, restore=None, step=1, **options):
     """A run that saves `step`; returns what it started from. `restore`: how it restores; None: it does not."""
     state = {"x": {"w": torch.full((3,), float(step))}}
     with ckptman.Checkpointer(root, state, deadline=None, **options) as run:
@@ -86,21 +82,19 @@ def one_step(root: Path, restore: dict[str, Any] | None = None, step: int = 1, *
     return start
 
 
-def cut_short(root: Path, step: int) -> None:
+def cut_short(root, step):
     file = root / step_folder(step) / "__0_0.distcp"
     os.truncate(file, file.stat().st_size - 1)
 
 
-def newer(root: Path, step: int) -> None:
+def newer(root, step):
     folder = root / step_folder(step)
     (folder / MANIFEST).write_bytes(read_manifest(folder).model_copy(update={"format_version": 2}).to_json())
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint of step")
 @pytest.mark.parametrize(("damage", "error"), [(cut_short, ckptman.CorruptError), (newer, ckptman.FormatVersionError)])
-def test_a_run_with_a_path_starts_over_nothing_of_its_own(
-    tmp_path: Path, damage: Callable[[Path, int], None], error: type[Exception]
-) -> None:
+def test_a_run_with_a_path_starts_over_nothing_of_its_own(tmp_path, damage, error):
     root, base = tmp_path / "run", tmp_path / "base"
     ckptman.save({"x": {"w": torch.zeros(3)}}, base)
     path = {"path": base}
@@ -117,19 +111,17 @@ def test_a_run_with_a_path_starts_over_nothing_of_its_own(
     assert {each: each.read_bytes() for each in root.rglob("step-*/*")} == before
 
 
-def plain_dcp(folder: Path) -> None:
+def plain_dcp(folder):
     dcp.save({"x": {"w": torch.ones(3)}}, checkpoint_id=folder, no_dist=True)
 
 
-def of_ours(folder: Path) -> None:
+def of_ours(folder):
     ckptman.save({"x": {"w": torch.ones(3)}}, folder)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("save", [plain_dcp, of_ours])
-def test_a_root_with_checkpoints_under_other_names_is_no_fresh_one(
-    tmp_path: Path, save: Callable[[Path], None]
-) -> None:
+def test_a_root_with_checkpoints_under_other_names_is_no_fresh_one(tmp_path, save):
     save(tmp_path / "step-500")
     with pytest.raises(ckptman.ConfigError, match=r"step-500 is a checkpoint itself .*restore\(path='.*step-500'\)"):
         one_step(tmp_path, {})
@@ -140,7 +132,7 @@ def test_a_root_with_checkpoints_under_other_names_is_no_fresh_one(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("save", [plain_dcp, of_ours])
-def test_a_root_that_is_a_checkpoint_itself_is_left_as_it_is(tmp_path: Path, save: Callable[[Path], None]) -> None:
+def test_a_root_that_is_a_checkpoint_itself_is_left_as_it_is(tmp_path, save):
     save(tmp_path / "x")
     before = sorted((tmp_path / "x").iterdir())
     for restore in ({}, {"path": tmp_path / "x"}, None):
@@ -149,7 +141,7 @@ def test_a_root_that_is_a_checkpoint_itself_is_left_as_it_is(tmp_path: Path, sav
     assert sorted((tmp_path / "x").iterdir()) == before
 
 
-def test_a_root_of_logs_and_leftovers_is_a_fresh_one(tmp_path: Path) -> None:
+def test_a_root_of_logs_and_leftovers_is_a_fresh_one(tmp_path):
     one_step(tmp_path)
     (tmp_path / step_folder(1)).rename(tmp_path / step_folder(1, "trash", "deadbeef-1"))
     for name in ("logs/manifest.txt", "logs/deep/manifest.json", f"{step_folder(7, 'tmp', 'deadbeef')}/manifest.json"):
@@ -161,7 +153,7 @@ def test_a_root_of_logs_and_leftovers_is_a_fresh_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("restore", [{}, {"step": 2}])
-def test_a_checkpoint_that_is_refused_is_noted_as_damaged(tmp_path: Path, restore: dict[str, Any]) -> None:
+def test_a_checkpoint_that_is_refused_is_noted_as_damaged(tmp_path, restore):
     """Or retention would keep it as the newest that was verified, and delete good ones for it."""
     for step in (1, 2):
         one_step(tmp_path, {}, step)
@@ -177,17 +169,17 @@ def test_a_checkpoint_that_is_refused_is_noted_as_damaged(tmp_path: Path, restor
     assert [(note.every_byte, bool(note.damaged)) for note in notes if note] == [(True, False), (False, True)]
 
 
-def test_a_wrong_setting_is_told_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_setting_is_told_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setenv(PRIVATE_ENV, "yes")
     with pytest.raises(ckptman.ConfigError, match="CKPTMAN_PRIVATE is 'yes': set it to 1"):
         one_step(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_another_run_saved_until_the_root_was_ours_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_run_saved_until_the_root_was_ours_counts(tmp_path, monkeypatch):
     real = attempt._claim
 
-    def late(root: Path, *others: Any) -> Any:
+    def late(root, *others):
         monkeypatch.setattr(attempt, "_claim", real)
         one_step(root)
         return real(root, *others)
@@ -199,7 +191,7 @@ def test_what_another_run_saved_until_the_root_was_ours_counts(tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_the_default_device_of_a_script_is_of_no_consequence(tmp_path: Path) -> None:
+def test_the_default_device_of_a_script_is_of_no_consequence(tmp_path):
     """Scripts begin with torch.set_default_device("cuda"), and what ckptman makes for itself is on the CPU."""
     held = {"w": torch.arange(6.0), "n": torch.tensor(5)}
     root = tmp_path / "root"
@@ -217,9 +209,7 @@ def test_the_default_device_of_a_script_is_of_no_consequence(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("root", ["~/runs", "~"])
-def test_no_folder_is_named_by_a_tilde_that_no_shell_expanded(
-    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_folder_is_named_by_a_tilde_that_no_shell_expanded(root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ckptman.ConfigError, match="write the path out"):
         ckptman.Checkpointer(root, {"x": {"w": torch.zeros(1)}}, deadline=None).restore()

@@ -1,9 +1,6 @@
 """Nothing secret is written where others read it: what looks like one is masked, and no address may hold any."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -45,7 +42,7 @@ from tests.helpers.checkpoints import commit
         ("-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----", "MIIEow"),
     ],
 )
-def test_what_looks_like_a_secret_is_masked(text: str, secret: str) -> None:
+def test_what_looks_like_a_secret_is_masked(text, secret):
     assert secret not in masked(text)
     assert "***" in masked(text)
     assert masked(masked(text)) == masked(text)
@@ -68,15 +65,15 @@ def test_what_looks_like_a_secret_is_masked(text: str, secret: str) -> None:
         "/scratch/hf_transformers_pretraining_run/sk-learn-experiments-2024/ckpt",
     ],
 )
-def test_what_is_none_stays(text: str) -> None:
+def test_what_is_none_stays(text):
     assert masked(text) == text
 
 
-def test_journal_and_outcome_hold_no_secret_of_an_error(tmp_path: Path) -> None:
+def test_journal_and_outcome_hold_no_secret_of_an_error(tmp_path):
     state = {"count": {"n": 0}}
     text = "401 from https://user:hunter2@hub/x, sent {'Authorization': 'Bearer hunter2'}"
 
-    def crash() -> None:
+    def crash():
         with ckptman.Checkpointer(tmp_path / "run", state, deadline=None):
             raise RuntimeError(text)
 
@@ -87,7 +84,7 @@ def test_journal_and_outcome_hold_no_secret_of_an_error(tmp_path: Path) -> None:
         assert "hunter2" not in path.read_text()
 
 
-def test_a_journal_masks_whatever_it_is_given(tmp_path: Path) -> None:
+def test_a_journal_masks_whatever_it_is_given(tmp_path):
     journal = Journal(tmp_path / "j")
     journal.record("x", cause=OSError("HF_TOKEN=hunter2"), more=[{"a": "password: hunter2"}])
     journal.close()
@@ -100,9 +97,7 @@ SECRET_URL = "s3://user:hunter2@bucket/run"
 
 @pytest.mark.parametrize("verb", ["list", "verify", "copy", "copy-to", "drain", "export", "show"])
 @pytest.mark.parametrize("url", [SECRET_URL, "S3://user:hunter2@bucket/run", "s3://bucket/run?token=hunter2"])
-def test_no_address_with_a_secret_is_taken_or_shown(
-    verb: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_address_with_a_secret_is_taken_or_shown(verb, url, tmp_path, capsys):
     commit(tmp_path / "run", 10)
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
     words = {"copy": ["copy", url, out], "copy-to": ["copy", run, url], "drain": ["drain", run, "--to", url]}
@@ -113,25 +108,25 @@ def test_no_address_with_a_secret_is_taken_or_shown(
     assert "has a secret in it" in told.err
 
 
-def test_nor_is_one_a_tier() -> None:
+def test_nor_is_one_a_tier():
     with pytest.raises(ConfigError, match=r"s3://\*\*\*@bucket/run has a secret in it.*credentials in the environment"):
         ckptman.Tier(SECRET_URL)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/hf_transformers_pretraining/sk-learn-2024", "s3://b/key=a/token=gpt2/x"])
-def test_words_in_an_address_are_no_secrets(url: str) -> None:
+def test_words_in_an_address_are_no_secrets(url):
     assert find_url(url) == url
 
 
-def test_saves_go_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_go_to_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for save in (lambda: ckptman.save({}, "s3://bucket/x"), lambda: ckptman.Checkpointer("s3://bucket/x", {"a": 1})):
         with pytest.raises(ConfigError, match="s3://bucket/x is an object store, and saves go to a folder"):
-            save()  # type: ignore[no-untyped-call]
+            save()
     assert not list(tmp_path.iterdir())
 
 
-def test_one_that_was_stored_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_was_stored_is_not_shown(tmp_path, capsys):
     commit(tmp_path / "run", 10)
     write_tiers(tmp_path / "run", [ckptman.Tier("s3://bucket/run")])
     stored = json.loads(tiers_path(tmp_path / "run").read_text())
@@ -143,11 +138,11 @@ def test_one_that_was_stored_is_not_shown(tmp_path: Path, capsys: pytest.Capture
     assert "hunter2" not in told.out + told.err
 
 
-def test_what_a_store_says_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_store_says_is_masked(monkeypatch):
     place = ObjectBackend("memory://bucket/run")
     place.attempts = 1
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise RuntimeError("403: https://b/x?X-Amz-Signature=hunter2")
 
     monkeypatch.setattr(place.fs, "find", fail)

@@ -1,8 +1,6 @@
 """No byte of a checkpoint runs code, no name of one leaves its folder, nothing follows a link out of a root, no text of
 one reaches a terminal that would obey it. The campaign in tests/faults tries hundreds; here is one of each."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -10,9 +8,7 @@ import stat
 import unicodedata
 import warnings
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -52,7 +48,7 @@ SPARSE_BYTES = 6 * 2**30
 
 
 @pytest.fixture
-def outside(tmp_path: Path) -> Path:
+def outside(tmp_path):
     """A folder with a file that nobody may touch, and a root beside it."""
     folder = tmp_path / "outside"
     folder.mkdir()
@@ -61,7 +57,7 @@ def outside(tmp_path: Path) -> Path:
     return folder
 
 
-def stays(outside: Path) -> None:
+def stays(outside):
     assert [path.name for path in outside.iterdir()] == ["precious"]
     assert (outside / "precious").read_text() == "must stay"
 
@@ -70,7 +66,7 @@ def stays(outside: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tmp", "trash", "old"])
-def test_prune_removes_a_link_and_not_what_it_points_to(outside: Path, kind: str) -> None:
+def test_prune_removes_a_link_and_not_what_it_points_to(outside, kind):
     root = outside.parent / "root"
     commit(root, 2)
     link = root / f"step-0000000002.{kind}-deadbeef"
@@ -80,7 +76,7 @@ def test_prune_removes_a_link_and_not_what_it_points_to(outside: Path, kind: str
     stays(outside)
 
 
-def test_prune_removes_folders_with_links_in_them(outside: Path) -> None:
+def test_prune_removes_folders_with_links_in_them(outside):
     root = outside.parent / "root"
     for step in (1, 2):
         commit(root, step)
@@ -91,7 +87,7 @@ def test_prune_removes_folders_with_links_in_them(outside: Path) -> None:
     stays(outside)
 
 
-def test_a_step_that_is_a_link_does_not_count_and_is_left_alone(outside: Path) -> None:
+def test_a_step_that_is_a_link_does_not_count_and_is_left_alone(outside):
     root = outside.parent / "root"
     commit(outside.parent / "other", 1)
     commit(root, 2)
@@ -101,12 +97,10 @@ def test_a_step_that_is_a_link_does_not_count_and_is_left_alone(outside: Path) -
     assert (outside.parent / "other" / STEP / "manifest.json").exists()
 
 
-def test_no_pin_and_no_tier_is_read_through_a_link(
-    outside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_pin_and_no_tier_is_read_through_a_link(outside, capsys, monkeypatch):
     root, opened, real = outside.parent / "root", [], os.open
 
-    def note(path: Any, *flags: Any, **options: Any) -> int:
+    def note(path, *flags, **options):
         opened.append(os.path.realpath(path))
         return real(path, *flags, **options)
 
@@ -124,7 +118,7 @@ def test_no_pin_and_no_tier_is_read_through_a_link(
     assert not [path for path in opened if path.startswith(f"{outside}/")]
 
 
-def test_what_a_leftover_link_points_to_is_not_even_looked_at(tmp_path: Path) -> None:
+def test_what_a_leftover_link_points_to_is_not_even_looked_at(tmp_path):
     """A link to / would have every file of the machine counted."""
     commit(tmp_path / "elsewhere", 1)
     root = tmp_path / "root"
@@ -134,7 +128,7 @@ def test_what_a_leftover_link_points_to_is_not_even_looked_at(tmp_path: Path) ->
     assert leftover.bytes < 1000
 
 
-def test_prune_goes_through_no_link_in_place_of_the_runs_folder(outside: Path) -> None:
+def test_prune_goes_through_no_link_in_place_of_the_runs_folder(outside):
     root = outside.parent / "root"
     (outside / "precious").rename(outside / "outcome.json.tmp-1-0123abcd")
     (outside / "lease-0a1b2c3d.json").symlink_to("nowhere")  # which counts as one that is over
@@ -144,7 +138,7 @@ def test_prune_goes_through_no_link_in_place_of_the_runs_folder(outside: Path) -
     assert sorted(path.name for path in outside.iterdir()) == ["lease-0a1b2c3d.json", "outcome.json.tmp-1-0123abcd"]
 
 
-def test_prune_writes_through_no_link_in_place_of_its_lock(outside: Path) -> None:
+def test_prune_writes_through_no_link_in_place_of_its_lock(outside):
     root = outside.parent / "root"
     run_folder(root).mkdir()
     (run_folder(root) / "prune.lock").symlink_to(outside / "precious")
@@ -152,7 +146,7 @@ def test_prune_writes_through_no_link_in_place_of_its_lock(outside: Path) -> Non
     stays(outside)
 
 
-def test_a_run_writes_nothing_through_a_link(outside: Path) -> None:
+def test_a_run_writes_nothing_through_a_link(outside):
     root = outside.parent / "root"
     run_folder(root).symlink_to(outside)
     with pytest.raises(ckptman.RootError, match=r"is a link.* remove it, or name another"):
@@ -166,7 +160,7 @@ def test_a_run_writes_nothing_through_a_link(outside: Path) -> None:
     stays(outside)
 
 
-def test_a_data_file_that_is_a_link_is_not_read(tmp_path: Path) -> None:
+def test_a_data_file_that_is_a_link_is_not_read(tmp_path):
     path = tmp_path / "x"
     ckptman.save({"x": torch.ones(5)}, path)
     (path / "__0_0.distcp").rename(tmp_path / "elsewhere")
@@ -175,7 +169,7 @@ def test_a_data_file_that_is_a_link_is_not_read(tmp_path: Path) -> None:
         ckptman.load({"x": torch.zeros(5)}, path)
 
 
-def test_what_plain_dcp_wrote_may_have_links_within_its_folder(tmp_path: Path) -> None:
+def test_what_plain_dcp_wrote_may_have_links_within_its_folder(tmp_path):
     """Some stores keep files under the names of their digests, and links to them."""
     path = tmp_path / "plain"
     save_plain({"x": torch.ones(5), "epoch": 3}, path)
@@ -193,7 +187,7 @@ def test_what_plain_dcp_wrote_may_have_links_within_its_folder(tmp_path: Path) -
 
 
 @pytest.mark.timeout(20)
-def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()
@@ -209,7 +203,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         open_regular(tmp_path / "nothing")
 
 
-def test_no_more_is_read_than_can_be_right(tmp_path: Path) -> None:
+def test_no_more_is_read_than_can_be_right(tmp_path):
     path = tmp_path / "manifest.json"
     path.touch()
     os.truncate(path, MOST_BYTES + 1)
@@ -217,25 +211,25 @@ def test_no_more_is_read_than_can_be_right(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-def _outcome(folder: Path) -> object:
+def _outcome(folder):
     return read_outcome(folder / "outcome.json")
 
 
-def _chain(folder: Path) -> object:
+def _chain(folder):
     return Chain(folder).spec
 
 
-def _index(folder: Path) -> object:
+def _index(folder):
     manifest = read_manifest(folder)
     record = FileRecord(bytes=SPARSE_BYTES, digest="0" * 32)
     return read_index(folder, manifest.model_copy(update={"files": {**manifest.files, "index.json": record}}))
 
 
-def _trace(folder: Path) -> object:
+def _trace(folder):
     return read_trace(folder / "trace.txt", float)
 
 
-NOTES: list[tuple[str, Callable[[Path], object]]] = [
+NOTES = [
     ("manifest.json", read_manifest),
     ("index.json", lambda folder: read_index(folder, read_manifest(folder))),
     ("index.json", _index),
@@ -248,13 +242,11 @@ NOTES: list[tuple[str, Callable[[Path], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "read"), NOTES)
-def test_a_note_of_six_gibibytes_is_refused_before_it_is_read(
-    name: str, read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_note_of_six_gibibytes_is_refused_before_it_is_read(name, read, tmp_path, monkeypatch):
     folder = commit(tmp_path, 1).path
     real, counted = os.read, list[int]()
 
-    def reading(fd: int, size: int) -> bytes:
+    def reading(fd, size):
         counted.append(size)
         return real(fd, size)
 
@@ -268,7 +260,7 @@ def test_a_note_of_six_gibibytes_is_refused_before_it_is_read(
 
 
 @pytest.mark.parametrize("name", ["pinned.json", "verified.json"])
-def test_a_note_of_six_gibibytes_beside_a_manifest_keeps_nobody_waiting(name: str, tmp_path: Path) -> None:
+def test_a_note_of_six_gibibytes_beside_a_manifest_keeps_nobody_waiting(name, tmp_path):
     entry = commit(tmp_path, 1)
     (entry.path / name).touch()
     os.truncate(entry.path / name, SPARSE_BYTES)
@@ -276,7 +268,7 @@ def test_a_note_of_six_gibibytes_beside_a_manifest_keeps_nobody_waiting(name: st
     assert bool(record.pinned) == (name == "pinned.json"), "what cannot be read pins all the same"
 
 
-def test_an_outcome_says_no_more_than_is_read_back(tmp_path: Path) -> None:
+def test_an_outcome_says_no_more_than_is_read_back(tmp_path):
     path = tmp_path / "outcome.json"
     write_outcome(path, Outcome("failed", 1, "x" * 2**22, 1, "/run", 1, 1.0, 7, "n1"))
     found = read_outcome(path)
@@ -286,7 +278,7 @@ def test_an_outcome_says_no_more_than_is_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["index.json", "chunks.bin", "blocks-00000.bin", "__0_0.distcp", "manifest.json"])
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, name):
     path = tmp_path / "x"
     ckptman.save({"x": torch.ones(5)}, path)
     (path / name).unlink()
@@ -296,7 +288,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) 
 
 
 @pytest.mark.timeout(20)
-def test_a_pipe_in_place_of_a_runs_own_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_runs_own_file_is_not_waited_for(tmp_path):
     run_folder(tmp_path).mkdir()
     os.mkfifo(owner_path(tmp_path, 7))
     assert read_owner(tmp_path) is None
@@ -312,7 +304,7 @@ def test_a_pipe_in_place_of_a_runs_own_file_is_not_waited_for(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "name", ["../x", "/etc/passwd", "a/b", "..", ".", "", "x\0", "x\n", "\x1b[2J", "\u202ex", "x" * 256]
 )
-def test_names_that_no_file_of_a_checkpoint_has(tmp_path: Path, name: str) -> None:
+def test_names_that_no_file_of_a_checkpoint_has(tmp_path, name):
     assert not is_plain_name(name)
     entry = commit(tmp_path, 1)
     manifest = entry.require_manifest()
@@ -323,7 +315,7 @@ def test_names_that_no_file_of_a_checkpoint_has(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("path", ["../../x", "/etc/passwd", "a/../../x", "", "a//b"])
-def test_plain_dcp_may_not_point_outside_either(tmp_path: Path, path: str) -> None:
+def test_plain_dcp_may_not_point_outside_either(tmp_path, path):
     folder = tmp_path / "plain"
     save_plain({"x": torch.ones(5)}, folder)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -334,7 +326,7 @@ def test_plain_dcp_may_not_point_outside_either(tmp_path: Path, path: str) -> No
         ckptman.load({"x": torch.zeros(5)}, folder)
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_not_loaded_as_that_one(tmp_path: Path) -> None:
+def test_a_checkpoint_under_the_name_of_another_step_is_not_loaded_as_that_one(tmp_path):
     ckptman.save({"x": torch.ones(5)}, tmp_path / STEP)
     (tmp_path / STEP).rename(tmp_path / "step-0000000002")
     with pytest.raises(ckptman.CorruptError, match="checkpoint of step 1 under another name"):
@@ -346,7 +338,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_loaded_as_that_one(t
 # ---- pickles -----------------------------------------------------------------------------------------------------
 
 
-def save_plain(state: dict[str, Any], path: Path) -> None:
+def save_plain(state, path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         dcp.save(state, checkpoint_id=path, no_dist=True)
@@ -354,7 +346,7 @@ def save_plain(state: dict[str, Any], path: Path) -> None:
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", [*COMMANDS, *BOMBS])
-def test_no_pickle_runs_anything_or_takes_for_ever(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pickle_runs_anything_or_takes_for_ever(tmp_path, name, monkeypatch):
     monkeypatch.setenv("CKPTMAN_FAULTS_CANARY", str(tmp_path / "canary"))
     data = {**COMMANDS, **BOMBS}[name]
     (tmp_path / ".metadata").write_bytes(data)
@@ -366,21 +358,21 @@ def test_no_pickle_runs_anything_or_takes_for_ever(tmp_path: Path, name: str, mo
     assert not (tmp_path / "canary").exists()
 
 
-def test_a_class_cannot_be_changed_by_data() -> None:
+def test_a_class_cannot_be_changed_by_data():
     data = b"\x80\x02ctorch.serialization\n_get_layout\n(N}X\x04\x00\x00\x00harmK\x01st" + b"b."
     with pytest.raises(HostilePickle, match="changes a class or a function"):
         check_pickle(data)
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
-def test_pickles_that_picklers_make_are_let_pass(protocol: int) -> None:
+def test_pickles_that_picklers_make_are_let_pass(protocol):
     shared = (1, (2, "x"))
     value = [shared] * 1000, {shared: {3}, "f": frozenset([4])}, 2.5, 2**100, b"raw", None, True, "\u00e4"
     check_pickle(pickle.dumps(value, protocol))
     check_pickle(pickle.dumps(list(range(10_000)), protocol))
 
 
-def test_a_container_is_as_torch_writes_it_or_not_read() -> None:
+def test_a_container_is_as_torch_writes_it_or_not_read():
     value = io.BytesIO()
     torch.save({"a": (1, 2.5)}, value)
     assert load_plain(io.BytesIO(value.getvalue()), "x") == {"a": (1, 2.5)}
@@ -409,7 +401,7 @@ def test_a_container_is_as_torch_writes_it_or_not_read() -> None:
         {"mesh": {"names": ["x"], "shape": [2**31]}},
     ],
 )
-def test_numbers_that_nothing_has_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_numbers_that_nothing_has_are_refused(tmp_path, changes):
     entry = commit(tmp_path, 1)
     rewrite(entry.path, **changes)
     with pytest.raises(ckptman.CorruptError, match="restore an older checkpoint"):
@@ -419,7 +411,7 @@ def test_numbers_that_nothing_has_are_refused(tmp_path: Path, changes: dict[str,
 OBEYED = "\x1b[2J\x1b]0;x\x07\r\x9b31m\u202e\u2066\u200f\u061c\u2028\x7f"
 
 
-def test_every_character_that_a_terminal_obeys_is_escaped() -> None:
+def test_every_character_that_a_terminal_obeys_is_escaped():
     for number in range(0x110000):
         character = chr(number)
         control = unicodedata.category(character) in ("Cc", "Zl", "Zp", "Cs")
@@ -431,7 +423,7 @@ def test_every_character_that_a_terminal_obeys_is_escaped() -> None:
     assert plain("\u00e4\u4e2d\u0627 -_.") == "\u00e4\u4e2d\u0627 -_."
 
 
-def test_text_of_a_checkpoint_reaches_no_terminal_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_of_a_checkpoint_reaches_no_terminal_as_it_is(tmp_path, capsys):
     entry = commit(tmp_path, 1, metrics={OBEYED: 1.0}, values={OBEYED: {OBEYED: OBEYED}})
     rewrite(entry.path, reason=OBEYED, run_id=OBEYED, job_id=OBEYED, torch_version=OBEYED, ckptman_version=OBEYED)
     for arguments in (
@@ -460,9 +452,7 @@ def test_text_of_a_checkpoint_reaches_no_terminal_as_it_is(tmp_path: Path, capsy
     ("setting", "umask", "mode"),
     [(None, 0o022, 0o755), ("", 0o077, 0o700), ("0", 0o002, 0o775), ("1", 0o000, 0o700), ("1", 0o022, 0o700)],
 )
-def test_folders_are_made_as_the_umask_says_or_for_their_owner_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str | None, umask: int, mode: int
-) -> None:
+def test_folders_are_made_as_the_umask_says_or_for_their_owner_alone(tmp_path, monkeypatch, setting, umask, mode):
     monkeypatch.delenv(PRIVATE_ENV, raising=False)
     if setting is not None:
         monkeypatch.setenv(PRIVATE_ENV, setting)
@@ -477,7 +467,7 @@ def test_folders_are_made_as_the_umask_says_or_for_their_owner_alone(
         assert stat.S_IMODE((tmp_path / folder).stat().st_mode) == mode, folder
 
 
-def test_a_slip_in_the_setting_lays_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slip_in_the_setting_lays_nothing_open(tmp_path, monkeypatch):
     monkeypatch.setenv(PRIVATE_ENV, "yes")
     with pytest.raises(OSError, match="CKPTMAN_PRIVATE is 'yes': set it to 1"):
         DISK.make_folder(tmp_path / "x")
@@ -489,7 +479,7 @@ def test_a_slip_in_the_setting_lays_nothing_open(tmp_path: Path, monkeypatch: py
 # ---- a folder that is being written ----------------------------------------------------------------------------
 
 
-def swap(folder: Path, outside: Path, kind: str) -> None:
+def swap(folder, outside, kind):
     """What another user of a shared root can do at any moment."""
     folder.rename(folder.with_name("aside"))
     if kind == "link":
@@ -501,20 +491,20 @@ def swap(folder: Path, outside: Path, kind: str) -> None:
 class Swapping(Disk):
     """Puts something else in place of a draft just before the first file of a name is made in it."""
 
-    def __init__(self, outside: Path, kind: str, name: str) -> None:
+    def __init__(self, outside, kind, name):
         self.outside, self.kind, self.name = outside, kind, name
 
-    def reserve(self, fd: int, size: int) -> None:
+    def reserve(self, fd, size):
         if self.name == "data":
             self.swap(Path(f"/proc/self/fd/{fd}").readlink().parent)
         super().reserve(fd, size)
 
-    def write_file(self, path: Path, data: bytes) -> None:
+    def write_file(self, path, data):
         if path.name == self.name:
             self.swap(path.parent)
         super().write_file(path, data)
 
-    def swap(self, folder: Path) -> None:
+    def swap(self, folder):
         if self.name:
             self.name = ""
             swap(folder, self.outside, self.kind)
@@ -523,7 +513,7 @@ class Swapping(Disk):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["link", "folder"])
 @pytest.mark.parametrize("name", ["data", "blocks-00000.bin", "index.json", "manifest.json"])
-def test_a_save_goes_nowhere_but_to_the_folder_that_it_made(outside: Path, kind: str, name: str) -> None:
+def test_a_save_goes_nowhere_but_to_the_folder_that_it_made(outside, kind, name):
     target = outside.parent / "mine"
     with saving_to(Swapping(outside, kind, name)):
         writer = ckptman.StorageWriter(target)
@@ -535,7 +525,7 @@ def test_a_save_goes_nowhere_but_to_the_folder_that_it_made(outside: Path, kind:
 
 @pytest.mark.parametrize("kind", ["link", "folder"])
 @pytest.mark.parametrize("name", ["data", "manifest.json"])
-def test_nor_does_a_copy(outside: Path, kind: str, name: str) -> None:
+def test_nor_does_a_copy(outside, kind, name):
     source = commit(outside.parent / "source", 10)
     root = outside.parent / "copies"
     with pytest.raises(ckptman.CkptmanError):
@@ -544,14 +534,14 @@ def test_nor_does_a_copy(outside: Path, kind: str, name: str) -> None:
     assert Catalog(root).scan() == []
 
 
-def test_a_draft_that_is_a_link_is_not_written_to(tmp_path: Path, outside: Path) -> None:
+def test_a_draft_that_is_a_link_is_not_written_to(tmp_path, outside):
     (tmp_path / "x").symlink_to(outside)
     with pytest.raises(OSError, match="x"), holding(tmp_path / "x"):
         pass
     stays(outside)
 
 
-def test_nor_is_one_of_another_user(tmp_path: Path) -> None:
+def test_nor_is_one_of_another_user(tmp_path):
     """Told by the owner of what is made in it: a server may map ids, but all of them alike."""
     (tmp_path / "x").mkdir()
     if os.geteuid() == 0:

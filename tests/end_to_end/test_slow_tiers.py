@@ -3,8 +3,6 @@
 A tier hangs when every call for a path in it blocks, in this process and in its children (`HANGS`).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -13,7 +11,6 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +32,7 @@ from ckptman.io.threads import Task
 from ckptman.policies.hang_timeout import Patience, Progress
 from ckptman.policies.tiers import Tier
 from ckptman.runtime.journal import Journal, read_journal
-from ckptman.runtime.outcome import Outcome, read_outcome
+from ckptman.runtime.outcome import read_outcome
 from ckptman.session import drain_process as draining
 from ckptman.session import restorer as restore
 from ckptman.session.drain_process import Drainer
@@ -80,7 +77,7 @@ case "$2" in "$HANGS"*) while [ -e "$HANGS.hangs" ]; do sleep 0.1; done;; esac
 """
 
 
-def hang_from_now_on(far: Path) -> None:
+def hang_from_now_on(far):
     far.with_name(far.name + ".hangs").touch()
 
 
@@ -88,14 +85,14 @@ def hang_from_now_on(far: Path) -> None:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     monkeypatch.setattr(draining, "STUCK_SECONDS", 0.3)
     monkeypatch.setattr(draining, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(draining, "END_SECONDS", 0.5)
 
 
 @pytest.fixture
-def drainer(tmp_path: Path) -> Iterator[Drainer]:
+def drainer(tmp_path):
     """One by itself, with a journal."""
     journal = Journal(tmp_path / "journal.jsonl")
     journal.record("begins")
@@ -103,7 +100,7 @@ def drainer(tmp_path: Path) -> Iterator[Drainer]:
     journal.close()
 
 
-def hang_instead(folder: Path, monkeypatch: pytest.MonkeyPatch, first: str = "") -> Callable[[], int]:
+def hang_instead(folder, monkeypatch, first=""):
     """Have drains do nothing, for ever. What waits until one does that, and gives its pid."""
     os.mkfifo(folder / "there")
     script = folder / "hangs.sh"
@@ -113,15 +110,13 @@ def hang_instead(folder: Path, monkeypatch: pytest.MonkeyPatch, first: str = "")
     return lambda: int((folder / "there").read_text())
 
 
-def causes(folder: Path) -> list[str]:
+def causes(folder):
     return [each["cause"] for each in read_journal(folder / "journal.jsonl")[0] if each["event"] == "drain_failed"]
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("first", ["", "trap '' TERM"], ids=["", "deaf"])
-def test_a_drain_that_hangs_is_ended_at_the_end_of_a_run(
-    drainer: Drainer, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drain_that_hangs_is_ended_at_the_end_of_a_run(drainer, first, tmp_path, monkeypatch):
     await_hang = hang_instead(tmp_path, monkeypatch, first)
     drainer.poke()
     pid = await_hang()
@@ -135,9 +130,7 @@ def test_a_drain_that_hangs_is_ended_at_the_end_of_a_run(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_run_that_stops_breaks_a_drain_off_that_hangs(
-    drainer: Drainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_stops_breaks_a_drain_off_that_hangs(drainer, tmp_path, monkeypatch):
     await_hang = hang_instead(tmp_path, monkeypatch, "trap '' TERM")
     drainer.poke()
     pid = await_hang()
@@ -154,40 +147,40 @@ class Undead:
 
     pid = 4711
 
-    def __init__(self, moves: list[float], ends_at: float = float("inf")) -> None:
+    def __init__(self, moves, ends_at=float("inf")):
         self.now, self.moves, self.ends_at = 0.0, moves, ends_at
-        self.returncode: int | None = None
-        self.sent: list[str] = []
+        self.returncode = None
+        self.sent = []
 
-    def work_done(self, pid: int) -> int:
+    def work_done(self, pid):
         return sum(moment <= self.now for moment in self.moves)
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         self.now += seconds
         if self.now < self.ends_at:
             raise subprocess.TimeoutExpired("drain", seconds)
         self.returncode = 0
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.returncode
 
-    def terminate(self) -> None:
+    def terminate(self):
         self.sent.append("TERM")
 
-    def kill(self) -> None:
+    def kill(self):
         self.sent.append("KILL")
 
-    def run_by(self, drainer: Drainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_by(self, drainer, monkeypatch):
         monkeypatch.setattr(draining, "time", self)
         monkeypatch.setattr(draining, "_work_done", self.work_done)
         drainer._process, drainer._again = cast(Any, self), False
         drainer._outputs = tempfile.TemporaryFile(), tempfile.TemporaryFile()
 
 
-def test_a_drain_that_cannot_be_killed_is_left_to_itself(drainer: Drainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_that_cannot_be_killed_is_left_to_itself(drainer, monkeypatch):
     process = Undead([])
     process.run_by(drainer, monkeypatch)
     with pytest.warns(RuntimeWarning, match="did nothing for 600 s"):
@@ -196,9 +189,7 @@ def test_a_drain_that_cannot_be_killed_is_left_to_itself(drainer: Drainer, monke
     assert process.now <= draining.STUCK_SECONDS + 2 * draining.LOOK_SECONDS + 2 * draining.END_SECONDS
 
 
-def test_a_drain_that_is_slow_is_waited_for_as_long_as_it_moves_something(
-    drainer: Drainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drain_that_is_slow_is_waited_for_as_long_as_it_moves_something(drainer, tmp_path, monkeypatch):
     moves = [590.0 * number for number in range(100)]
     process = Undead(moves, ends_at=moves[-1] + 500)
     process.run_by(drainer, monkeypatch)
@@ -212,7 +203,7 @@ def test_a_drain_that_is_slow_is_waited_for_as_long_as_it_moves_something(
     assert process.now - moves[-1] <= draining.STUCK_SECONDS + 2 * draining.LOOK_SECONDS + 2 * draining.END_SECONDS
 
 
-def test_what_goes_over_a_network_is_work_too() -> None:
+def test_what_goes_over_a_network_is_work_too():
     """No call that reads or writes a file, as when an object store is read back."""
     program = (
         "import socket\n"
@@ -230,10 +221,8 @@ def test_what_goes_over_a_network_is_work_too() -> None:
         child.kill()
 
 
-def test_a_drain_that_cannot_be_started_ends_no_run(
-    drainer: Drainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full() -> None:
+def test_a_drain_that_cannot_be_started_ends_no_run(drainer, tmp_path, monkeypatch):
+    def full():
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -247,9 +236,7 @@ def test_a_drain_that_cannot_be_started_ends_no_run(
     assert len(causes(tmp_path)) == 2
 
 
-def test_what_an_attempt_before_left_is_copied_where_this_one_saves_nothing(
-    drainer: Drainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_attempt_before_left_is_copied_where_this_one_saves_nothing(drainer, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     drainer.close(finish=False)
     assert causes(tmp_path) == [], "a run that is started again does that"
@@ -257,9 +244,7 @@ def test_what_an_attempt_before_left_is_copied_where_this_one_saves_nothing(
     assert causes(tmp_path) == ["it ended with 1"]
 
 
-def test_a_warning_that_is_an_error_keeps_no_rank_from_the_others(
-    drainer: Drainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warning_that_is_an_error_keeps_no_rank_from_the_others(drainer, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     drainer.poke()
     drainer.close(finish=True)
@@ -269,13 +254,13 @@ def test_a_warning_that_is_an_error_keeps_no_rank_from_the_others(
 # ---- a tier that hangs while a run is at work ------------------------------------------------------------------------
 
 
-def run_while_a_tier_hangs(root: str, far: str, folder: str, until: int, hang_at: int = 0) -> tuple[int, list[str]]:
+def run_while_a_tier_hangs(root, far, folder, until, hang_at=0):
     """A run whose tier hangs from a step on, if it does not already. Where it began, and what it warned of."""
     os.environ.update(HANGS=far, PYTHONPATH=folder, PATH=f"{folder}:{os.environ['PATH']}")
     exec(HANGS, {})
     draining.STUCK_SECONDS, draining.LOOK_SECONDS, draining.END_SECONDS = 1.0, 0.1, 1.0
     answering.ANSWER_SECONDS = lease_module._END_SECONDS = 0.3
-    state: dict[str, Any] = {"count": {"n": torch.zeros(4)}}
+    state = {"count": {"n": torch.zeros(4)}}
     warnings.simplefilter("always")
     with (
         warnings.catch_warnings(record=True) as warned,
@@ -293,7 +278,7 @@ def run_while_a_tier_hangs(root: str, far: str, folder: str, until: int, hang_at
 
 
 @pytest.fixture
-def far(tmp_path: Path) -> Iterator[Path]:
+def far(tmp_path):
     """A tier with steps 10 and 20, and what makes it hang."""
     (tmp_path / "sitecustomize.py").write_text(HANGS)
     (tmp_path / "test").write_text(TEST)
@@ -304,14 +289,14 @@ def far(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "far.hangs").unlink(missing_ok=True)  # who is still asking goes home
 
 
-def outcome_of(root: Path) -> Outcome:
+def outcome_of(root):
     found = read_outcome(outcome_path(root))
     assert found is not None
     return found
 
 
 @pytest.mark.slow
-def test_a_tier_that_hangs_holds_no_run_up(far: Path, tmp_path: Path) -> None:
+def test_a_tier_that_hangs_holds_no_run_up(far, tmp_path):
     """Not even one that went on from a checkpoint of that tier, and holds it."""
     root = tmp_path / "run"
     shutil.rmtree(root)
@@ -329,7 +314,7 @@ def test_a_tier_that_hangs_holds_no_run_up(far: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_tier_that_hangs_at_the_start_of_a_run_is_passed_over(far: Path, tmp_path: Path) -> None:
+def test_a_tier_that_hangs_at_the_start_of_a_run_is_passed_over(far, tmp_path):
     root = tmp_path / "run"
     shutil.rmtree(root / "step-0000000020")
     hang_from_now_on(far)
@@ -348,7 +333,7 @@ def test_a_tier_that_hangs_at_the_start_of_a_run_is_passed_over(far: Path, tmp_p
 
 
 @pytest.fixture
-def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def silent(tmp_path, monkeypatch):
     """A folder of which every question hangs, once it is told to."""
     (tmp_path / "ask").write_text('#!/bin/sh\n[ ! -e "$1.hangs" ] || exec sleep 600\n')
     (tmp_path / "ask").chmod(0o755)
@@ -358,7 +343,7 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "silent"
 
 
-def test_who_was_silent_is_not_asked_again_for_a_while(silent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_was_silent_is_not_asked_again_for_a_while(silent, monkeypatch):
     assert answers(silent), "there is none, and that is an answer"
     hang_from_now_on(silent)
     assert not answers(silent)
@@ -370,16 +355,14 @@ def test_who_was_silent_is_not_asked_again_for_a_while(silent: Path, monkeypatch
     assert answers(silent), "where nobody can ask, who looks finds out"
 
 
-def test_a_new_tier_that_hangs_is_an_error(silent: Path, root: Path) -> None:
+def test_a_new_tier_that_hangs_is_an_error(silent, root):
     hang_from_now_on(silent)
     with pytest.raises(RootError, match=r"silent does not answer within 0\.2 s: check the mount"):
         write_tiers(root, [Tier(silent)])
     assert read_tiers(root) == ()
 
 
-def test_a_tier_that_hangs_keeps_no_other_from_being_filled(
-    silent: Path, root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tier_that_hangs_keeps_no_other_from_being_filled(silent, root, capsys):
     far = root.parent / "far"
     write_tiers(root, [Tier(silent, every=4), Tier(far)])
     hang_from_now_on(silent)
@@ -393,7 +376,7 @@ def test_a_tier_that_hangs_keeps_no_other_from_being_filled(
     assert main(["rollback", str(root), "--to-step", "40"]) == 10
 
 
-def test_nothing_is_started_over_where_the_only_tier_hangs(silent: Path, root: Path) -> None:
+def test_nothing_is_started_over_where_the_only_tier_hangs(silent, root):
     write_tiers(root, [Tier(silent)])
     hang_from_now_on(silent)
     for step in steps(root):
@@ -417,7 +400,7 @@ class Slow:
     After `pieces` of them nothing moves any more: it is looked at a few times in vain, and fails.
     """
 
-    def __init__(self, checkpointer: ckptman.Checkpointer, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, checkpointer, pieces, monkeypatch):
         self.meter, self.pieces, self.stalls, self.looks = Meter(self.moved), pieces, list[str](), 0
         self._beat, self._watchdog = checkpointer._watchdog.beat, checkpointer._watchdog
         self._watchdog.progress = Progress(PATIENCE)
@@ -430,26 +413,26 @@ class Slow:
         monkeypatch.setattr(restore, "_FETCH_LOOK_SECONDS", 0.01)
 
     @property
-    def seconds(self) -> float:
+    def seconds(self):
         return self._watchdog.awake_seconds
 
     @property
-    def _state(self) -> tuple[str, int]:
+    def _state(self):
         return self.meter.phase, self.meter.done_bytes
 
-    def beat(self, *what: Any) -> None:
+    def beat(self, *what):
         with self._turn:
             self._beat(*what)
             self._known = self._state
             self._turn.notify_all()
 
-    def look(self, wait: Any, *args: Any) -> Any:
+    def look(self, wait, *args):
         with self._turn:
             self.looks += 1
             self._turn.notify_all()
         return wait(*args)
 
-    def moved(self, meter: Meter) -> None:
+    def moved(self, meter):
         with self._turn:
             if self.pieces > 0:
                 self._turn.wait_for(lambda: self._known == self._state, 10)
@@ -462,7 +445,7 @@ class Slow:
                 self._turn.wait_for(lambda: self.is_over, 60)
                 raise RootError(5, "nothing came any more")
 
-    def _hang(self) -> None:
+    def _hang(self):
         state = None
         while state != self._state:  # until no other thread brings anything
             state = self._state
@@ -473,18 +456,18 @@ class Slow:
         self.is_over = True
         self._turn.notify_all()
 
-    def _await_looks(self, count: int) -> None:
+    def _await_looks(self, count):
         until = self.looks + count
         self._turn.wait_for(lambda: self.looks >= until, 10)
 
-    def _pass(self, seconds: float) -> None:
+    def _pass(self, seconds):
         self._watchdog.awake_seconds += seconds
         if (stall := self._watchdog.progress.overdue(self.seconds)) is not None:
             self.stalls.append(str(stall))
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> str:
+def stored(tmp_path):
     """The address of an object store, in memory, that has step 20 and nothing else."""
     run(str(tmp_path / "first"), [], 20)
     place = ObjectBackend(f"memory://{tmp_path.name}")
@@ -492,15 +475,13 @@ def stored(tmp_path: Path) -> str:
     return place.url
 
 
-def run_id_of(url: str) -> str:
+def run_id_of(url):
     """Of the run that saved what is there: nobody else may go on from it."""
     return ObjectBackend(url).look()[0].require_manifest().run_id
 
 
-def test_a_fetch_may_take_longer_than_a_start_as_long_as_bytes_move(
-    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state: dict[str, Any] = {"count": {"n": torch.zeros(4)}}
+def test_a_fetch_may_take_longer_than_a_start_as_long_as_bytes_move(stored, tmp_path, monkeypatch):
+    state = {"count": {"n": torch.zeros(4)}}
     with ckptman.Checkpointer(
         tmp_path / "run", state, tiers=[Tier(stored)], deadline=None, run_id=run_id_of(stored)
     ) as checkpointer:
@@ -511,8 +492,8 @@ def test_a_fetch_may_take_longer_than_a_start_as_long_as_bytes_move(
     assert state["count"]["n"].tolist() == [20] * 4
 
 
-def test_a_fetch_that_hangs_is_noticed(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state: dict[str, Any] = {"count": {"n": torch.zeros(4)}}
+def test_a_fetch_that_hangs_is_noticed(stored, tmp_path, monkeypatch):
+    state = {"count": {"n": torch.zeros(4)}}
     with (
         pytest.raises(RootError, match="nothing came any more"),
         ckptman.Checkpointer(

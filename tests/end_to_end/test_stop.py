@@ -1,12 +1,8 @@
 """Stopping: one rank is asked, all stop at the same step, and what was done is on disk."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -22,7 +18,7 @@ from tests.helpers.ranks import run_ranks
 POLICY = ckptman.EverySteps(100) | ckptman.OnStop() | ckptman.BeforeDeadline(margin_seconds=1, assumed_save_seconds=1)
 
 
-def run(root: str, when: str, until: int, seconds: float | None = None) -> dict[str, Any]:
+def run(root, when, until, seconds=None):
     """Train until told to stop; rank 1 gets SIGTERM `when`: "step 4", "before", "restore" or "never".
 
     `seconds`: the job has so many left when all ranks have their model.
@@ -33,7 +29,7 @@ def run(root: str, when: str, until: int, seconds: float | None = None) -> dict[
     dist.broadcast_object_list(told)
     deadline = told[0]
 
-    def ask(moment: str) -> None:
+    def ask(moment):
         if mine and moment == when:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -58,7 +54,7 @@ def run(root: str, when: str, until: int, seconds: float | None = None) -> dict[
         return {"losses": losses, "stopped": stopped, "exit_code": checkpointer.exit_code, "seconds left": left}
 
 
-def test_all_ranks_stop_at_the_same_step_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
+def test_all_ranks_stop_at_the_same_step_and_the_run_goes_on_exactly(tmp_path):
     whole = run_ranks(2, run, str(tmp_path / "whole"), "never", 9)
     root = tmp_path / "parts"
     first = run_ranks(2, run, str(root), "step 4", 9)
@@ -81,7 +77,7 @@ def test_all_ranks_stop_at_the_same_step_and_the_run_goes_on_exactly(tmp_path: P
     assert events.index("stop_asked") < events.index("stopped") < events.index("restored") < events.index("finished")
 
 
-def test_a_signal_during_start_up_leaves_at_once_with_75(tmp_path: Path) -> None:
+def test_a_signal_during_start_up_leaves_at_once_with_75(tmp_path):
     assert run_ranks(2, run, str(tmp_path), "before", 3) == [{"left": 75, "exit_code": 75}] * 2
     outcome = read_outcome(outcome_path(tmp_path))
     assert outcome is not None
@@ -89,12 +85,12 @@ def test_a_signal_during_start_up_leaves_at_once_with_75(tmp_path: Path) -> None
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_a_signal_before_the_first_step_ends_is_acted_on_in_that_step(tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step_ends_is_acted_on_in_that_step(tmp_path):
     results = run_ranks(2, run, str(tmp_path), "restore", 9)
     assert [each["stopped"] for each in results] == [(1, "stop asked: SIGTERM on rank 1")] * 2
 
 
-def test_the_deadline_stops_in_time_without_a_signal(tmp_path: Path) -> None:
+def test_the_deadline_stops_in_time_without_a_signal(tmp_path):
     results = run_ranks(2, run, str(tmp_path), "never", 10_000, 8.0)
     assert all(each["seconds left"] > 0 for each in results)
     assert results[0]["stopped"] == results[1]["stopped"]
@@ -103,7 +99,7 @@ def test_the_deadline_stops_in_time_without_a_signal(tmp_path: Path) -> None:
     assert (tmp_path / f"step-{step:010d}" / "manifest.json").exists()
 
 
-def slow_saving(root: str) -> list[tuple[int, str]]:
+def slow_saving(root):
     """A signal comes while a save is in the background: that save stays good, and the stop saves again."""
     app = App((2,))
     saved = []
@@ -123,7 +119,7 @@ def slow_saving(root: str) -> list[tuple[int, str]]:
     return saved
 
 
-def test_a_signal_during_a_save(tmp_path: Path) -> None:
+def test_a_signal_during_a_save(tmp_path):
     first, second = run_ranks(2, slow_saving, str(tmp_path))
     assert first == second
     assert first[0] == (2, "at step 2")
@@ -131,7 +127,7 @@ def test_a_signal_during_a_save(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("step-*"))) == 2
 
 
-def test_an_exception_in_the_loop_leaves_what_was_saved_and_says_so(tmp_path: Path) -> None:
+def test_an_exception_in_the_loop_leaves_what_was_saved_and_says_so(tmp_path):
     app = App()
     with (
         pytest.raises(ValueError, match="bad batch"),

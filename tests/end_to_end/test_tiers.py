@@ -1,12 +1,7 @@
 """A run with tiers: copies are made behind the training, and a restore takes the newest good one wherever it is."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,17 +15,9 @@ from tests.helpers.checkpoints import flip_byte
 from tests.helpers.ranks import run_ranks
 
 
-def run(
-    root: str,
-    tiers: Sequence[ckptman.Tier],
-    until: int,
-    *,
-    step: int | None = None,
-    retention: ckptman.RetentionPolicy | None = None,
-    stop: int = 0,
-) -> int:
+def run(root, tiers, until, *, step=None, retention=None, stop=0):
     """A run that counts and saves every 10 steps; what it has counted to is checked against where it starts."""
-    state: dict[str, Any] = {"count": {"n": torch.zeros(4)}}
+    state = {"count": {"n": torch.zeros(4)}}
     with ckptman.Checkpointer(
         root, state, save_policy=ckptman.EverySteps(10), retention=retention, tiers=tiers, deadline=None
     ) as checkpointer:
@@ -44,15 +31,15 @@ def run(
     return start
 
 
-def steps(root: Path) -> list[int]:
+def steps(root):
     return [entry.step for entry in Catalog(root).scan()]
 
 
-def events(root: Path, name: str) -> list[dict[str, Any]]:
+def events(root, name):
     return [each for each in read_journal(journal_path(root))[0] if each["event"] == name]
 
 
-def test_a_run_that_is_finished_has_filled_its_tiers(tmp_path: Path) -> None:
+def test_a_run_that_is_finished_has_filled_its_tiers(tmp_path):
     root, far = tmp_path / "run", tmp_path / "far"
     tiers = [ckptman.Tier(far, every=4)]
     run(str(root), tiers, 80, retention=ckptman.KeepLast(1))
@@ -65,7 +52,7 @@ def test_a_run_that_is_finished_has_filled_its_tiers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(320)
-def test_several_ranks_wait_for_no_drain(tmp_path: Path) -> None:
+def test_several_ranks_wait_for_no_drain(tmp_path):
     root, far = tmp_path / "run", tmp_path / "far"
     assert run_ranks(2, run, str(root), [ckptman.Tier(far)], 30, limit=150) == [0, 0]
     assert steps(far) == [10, 20, 30]
@@ -74,7 +61,7 @@ def test_several_ranks_wait_for_no_drain(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_root_that_was_emptied_goes_on_from_a_tier(tmp_path: Path) -> None:
+def test_a_root_that_was_emptied_goes_on_from_a_tier(tmp_path):
     root, far = tmp_path / "run", tmp_path / "far"
     tiers = [ckptman.Tier(far, every=2)]
     assert run(str(root), tiers, 40) == 0
@@ -87,7 +74,7 @@ def test_a_root_that_was_emptied_goes_on_from_a_tier(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_copy_gives_way_to_the_next_one_of_the_same(tmp_path: Path) -> None:
+def test_a_damaged_copy_gives_way_to_the_next_one_of_the_same(tmp_path):
     root, far = tmp_path / "run", tmp_path / "far"
     tiers = [ckptman.Tier(far)]
     run(str(root), tiers, 40)
@@ -102,7 +89,7 @@ def test_a_damaged_copy_gives_way_to_the_next_one_of_the_same(tmp_path: Path) ->
         assert run(str(root), tiers, 20, step=20) == 20
 
 
-def test_a_run_that_crashed_breaks_its_drain_off(tmp_path: Path) -> None:
+def test_a_run_that_crashed_breaks_its_drain_off(tmp_path):
     root, far = tmp_path / "run", tmp_path / "far"
     with pytest.raises(RuntimeError, match="it crashed"):
         run(str(root), [ckptman.Tier(far, bytes_per_second=1.0)], 40, stop=30)
@@ -114,7 +101,7 @@ def test_a_run_that_crashed_breaks_its_drain_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_tier_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_tier_that_goes_away_does_not_end_the_run(tmp_path):
     root, far = tmp_path / "run", tmp_path / "far"
     tiers = [ckptman.Tier(far)]
     run(str(root), tiers, 20)
@@ -126,7 +113,7 @@ def test_a_tier_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     shutil.rmtree(root)
 
 
-def test_nothing_is_started_over_where_the_only_tier_is_away(tmp_path: Path) -> None:
+def test_nothing_is_started_over_where_the_only_tier_is_away(tmp_path):
     root, far = tmp_path / "run", tmp_path / "far"
     tiers = [ckptman.Tier(far)]
     run(str(root), tiers, 20)
@@ -137,10 +124,10 @@ def test_nothing_is_started_over_where_the_only_tier_is_away(tmp_path: Path) -> 
         run(str(root), tiers, 30)
 
 
-def test_what_is_no_tier_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_tier_is_refused(tmp_path):
     for tiers in ("far", [tmp_path / "far"], ckptman.Tier("far")):
         with pytest.raises(ConfigError, match="tiers"):
-            run(str(tmp_path / "run"), tiers, 1)  # type: ignore[arg-type]
+            run(str(tmp_path / "run"), tiers, 1)
     with pytest.raises(ConfigError, match="cannot be a tier"):
         run(str(tmp_path / "run"), [ckptman.Tier(tmp_path / "run" / "tier")], 1)
     assert not (tmp_path / "run").exists()

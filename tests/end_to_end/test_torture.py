@@ -1,9 +1,6 @@
 """Everybody at one root at once: nothing that is to be kept is lost, and nothing vanishes under who reads it."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ SHORT_SECONDS = 60.0
 LONG_SECONDS = 1200.0
 
 
-def check(folder: Path, seconds: float) -> None:
+def check(folder, seconds):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     found = torture(folder, seconds, seed)
@@ -29,11 +26,11 @@ def check(folder: Path, seconds: float) -> None:
 
 
 @pytest.mark.slow
-def test_everybody_at_once(tmp_path: Path) -> None:
+def test_everybody_at_once(tmp_path):
     check(tmp_path, SHORT_SECONDS)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(LONG_SECONDS + 600)
-def test_everybody_at_once_for_twenty_minutes(tmp_path: Path) -> None:
+def test_everybody_at_once_for_twenty_minutes(tmp_path):
     check(tmp_path, LONG_SECONDS)

@@ -1,12 +1,8 @@
 """What goes in comes out: every kind of value, each rank's own generators, and the copy that training cannot touch."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import Counter, OrderedDict
-from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -23,7 +19,7 @@ from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
 
 
-def round_trip(root: Path, state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
+def round_trip(root, state, fresh):
     with ckptman.Checkpointer(root, state, deadline=None) as checkpointer:
         checkpointer.save(1)
     with ckptman.Checkpointer(root, fresh, deadline=None) as checkpointer:
@@ -31,7 +27,7 @@ def round_trip(root: Path, state: dict[str, Any], fresh: dict[str, Any]) -> dict
     return fresh
 
 
-def test_plain_values_keep_their_types(tmp_path: Path) -> None:
+def test_plain_values_keep_their_types(tmp_path):
     values = {
         "text": "ünï\n",
         "count": 2**70,
@@ -84,7 +80,7 @@ def test_plain_values_keep_their_types(tmp_path: Path) -> None:
     ],
     ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
 )
-def test_tensors_of_every_kind(tmp_path: Path, tensor: torch.Tensor) -> None:
+def test_tensors_of_every_kind(tmp_path, tensor):
     mine = torch.zeros_like(tensor)
     fresh = round_trip(tmp_path, {"x": {"t": tensor, "new": tensor}}, {"x": {"t": mine}})
     assert fresh["x"]["t"] is mine
@@ -94,10 +90,10 @@ def test_tensors_of_every_kind(tmp_path: Path, tensor: torch.Tensor) -> None:
         assert torch.equal(as_bytes[0], as_bytes[1])
 
 
-def test_tensors_in_dicts_and_lists_are_filled_where_they_are(tmp_path: Path) -> None:
+def test_tensors_in_dicts_and_lists_are_filled_where_they_are(tmp_path):
     """The model that they belong to trains on, and what is saved next is what it then has."""
 
-    def made() -> tuple[nn.Module, dict[str, Any], list[torch.Tensor]]:
+    def made():
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         bare, deep = torch.randn(3), nn.Parameter(torch.randn(2, 2))
         state = {"model": model.state_dict(), "bare": bare, "ema": {"decay": 0.9, "all": [1, {"w": [deep]}]}}
@@ -112,7 +108,7 @@ def test_tensors_in_dicts_and_lists_are_filled_where_they_are(tmp_path: Path) ->
     assert all(one is other for one, other in zip(found, held))
     with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
         checkpointer.restore()
-        nn.init.constant_(model[0].weight, 7.0)  # type: ignore[index]
+        nn.init.constant_(model[0].weight, 7.0)
         checkpointer.save(2)
     with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
         checkpointer.restore(step=2)
@@ -128,9 +124,7 @@ def test_tensors_in_dicts_and_lists_are_filled_where_they_are(tmp_path: Path) ->
         ({"w": torch.zeros(2), "n": torch.zeros(())}, r"missing.*\n.*x\.n"),
     ],
 )
-def test_a_tensor_in_a_dict_that_does_not_fit_is_told_before_anything_changes(
-    tmp_path: Path, fresh: dict[str, Any], told: str
-) -> None:
+def test_a_tensor_in_a_dict_that_does_not_fit_is_told_before_anything_changes(tmp_path, fresh, told):
     with ckptman.Checkpointer(tmp_path, {"x": {"w": torch.ones(2), "b": torch.ones(2), "n": 1}}) as checkpointer:
         checkpointer.save(1)
     state = {"x": dict(fresh)}
@@ -146,14 +140,14 @@ def test_a_tensor_in_a_dict_that_does_not_fit_is_told_before_anything_changes(
 class Refusing:
     """An object that does not like what it is given."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         raise ValueError("not this one")
 
 
-def test_what_cannot_be_filled_leaves_tensors_in_dicts_as_they_were(tmp_path: Path) -> None:
+def test_what_cannot_be_filled_leaves_tensors_in_dicts_as_they_were(tmp_path):
     with ckptman.Checkpointer(tmp_path, {"a": {"t": torch.ones(2, 3)}, "z": Refusing()}, deadline=None) as checkpointer:
         checkpointer.save(1)
     expanded = torch.zeros(3).expand(2, 3)
@@ -168,7 +162,7 @@ def test_what_cannot_be_filled_leaves_tensors_in_dicts_as_they_were(tmp_path: Pa
         assert not target.any()
 
 
-def test_a_copy_of_a_parameter_that_is_the_parameter_itself_this_time(tmp_path: Path) -> None:
+def test_a_copy_of_a_parameter_that_is_the_parameter_itself_this_time(tmp_path):
     """Two saved tensors do not fit into one; tied ones, which are the same, do."""
     model = nn.Linear(2, 3)
     best = {name: torch.zeros_like(each) for name, each in model.state_dict().items()}
@@ -192,10 +186,10 @@ def test_a_copy_of_a_parameter_that_is_the_parameter_itself_this_time(tmp_path: 
 class StalledDisk(Disk):
     """Holds what the background thread flushes until it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.gate = threading.Event()
 
-    def sync_file(self, fd: int) -> None:
+    def sync_file(self, fd):
         if threading.current_thread().name.startswith("ckptman-save"):
             self.gate.wait()
         super().sync_file(fd)
@@ -204,20 +198,20 @@ class StalledDisk(Disk):
 class Counting(nn.Module):
     """Keeps more than parameters and buffers, and not always as much, as layers that scale their numbers do."""
 
-    def __init__(self, extra: Any) -> None:
+    def __init__(self, extra):
         super().__init__()
         self.extra = extra
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return self.extra
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.extra = state
 
 
 @pytest.mark.filterwarnings("ignore:.*in a single process")
 @pytest.mark.parametrize("way", ["restore", "load", "of plain DCP"])
-def test_what_a_module_keeps_besides_is_for_it_to_check(tmp_path: Path, way: str) -> None:
+def test_what_a_module_keeps_besides_is_for_it_to_check(tmp_path, way):
     saved = [torch.arange(5), {"scale": torch.ones(2), "history": [torch.zeros(3), 7], "n": 1}]
     fresh = [torch.empty(0), None]
     model, other = (nn.ModuleList(map(Counting, each)) for each in (saved, fresh))
@@ -235,7 +229,7 @@ def test_what_a_module_keeps_besides_is_for_it_to_check(tmp_path: Path, way: str
     assert repr(other[1].extra) == repr(saved[1])
 
 
-def test_training_goes_on_while_the_private_copy_is_written(tmp_path: Path) -> None:
+def test_training_goes_on_while_the_private_copy_is_written(tmp_path):
     app, disk = App(), StalledDisk()
     with (
         saving_to(disk),
@@ -257,11 +251,11 @@ def test_training_goes_on_while_the_private_copy_is_written(tmp_path: Path) -> N
         assert fresh.digests() == saved
 
 
-def draw() -> list[float]:
+def draw():
     return [random.random(), float(numpy.random.rand()), torch.rand(1).item()]
 
 
-def save_generators(root: str) -> list[float]:
+def save_generators(root):
     rank = dist.get_rank()
     random.seed(rank)
     numpy.random.seed(rank)
@@ -272,14 +266,14 @@ def save_generators(root: str) -> list[float]:
         return draw()
 
 
-def restore_generators(root: str) -> list[float]:
+def restore_generators(root):
     with ckptman.Checkpointer(root, {"rng": ckptman.RNGState()}, deadline=None) as checkpointer:
         checkpointer.restore()
         return draw()
 
 
 @pytest.mark.slow
-def test_each_rank_gets_its_own_generators_back_and_new_ranks_get_their_own(tmp_path: Path) -> None:
+def test_each_rank_gets_its_own_generators_back_and_new_ranks_get_their_own(tmp_path):
     expected = run_ranks(2, save_generators, str(tmp_path))
     assert run_ranks(2, restore_generators, str(tmp_path)) == expected
     larger = run_ranks(4, restore_generators, str(tmp_path))
@@ -289,14 +283,14 @@ def test_each_rank_gets_its_own_generators_back_and_new_ranks_get_their_own(tmp_
     assert run_ranks(4, restore_generators, str(tmp_path)) == larger
 
 
-def save_hsdp(root: str) -> None:
+def save_hsdp(root):
     app = App((2, 2), width=16384)
     with ckptman.Checkpointer(root, app.state, deadline=None) as checkpointer:
         app.train_step()
         checkpointer.save(1)
 
 
-def test_replicas_write_each_shard_once_and_share_the_work(tmp_path: Path) -> None:
+def test_replicas_write_each_shard_once_and_share_the_work(tmp_path):
     run_ranks(4, save_hsdp, str(tmp_path))
     manifest = Catalog(tmp_path).entry(1).require_manifest()
     sizes = [manifest.files[f"__{rank}_0.distcp"].bytes for rank in range(4)]
@@ -307,7 +301,7 @@ def test_replicas_write_each_shard_once_and_share_the_work(tmp_path: Path) -> No
     assert (manifest.mesh.names, manifest.mesh.shape) == (("replicate", "shard"), (2, 2))
 
 
-def test_an_optimizer_without_its_module_is_refused(tmp_path: Path) -> None:
+def test_an_optimizer_without_its_module_is_refused(tmp_path):
     model = nn.Linear(2, 2)
     state = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     with (
@@ -320,13 +314,13 @@ def test_an_optimizer_without_its_module_is_refused(tmp_path: Path) -> None:
 class Whole:
     """An optimizer that is saved as it is."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer):
         self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
 
 
 @pytest.mark.parametrize("value", [None, [torch.ones(2)]])
-def test_an_optimizer_with_a_state_of_its_own_kind_is_refused_with_a_remedy(tmp_path: Path, value: Any) -> None:
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+def test_an_optimizer_with_a_state_of_its_own_kind_is_refused_with_a_remedy(tmp_path, value):
+    def make():
         model = nn.Linear(2, 2)
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -349,7 +343,7 @@ def test_an_optimizer_with_a_state_of_its_own_kind_is_refused_with_a_remedy(tmp_
         ({"root": ""}, "root is the path"),
     ],
 )
-def test_wrong_arguments_are_refused_at_once(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused_at_once(tmp_path, arguments, message):
     root = arguments.pop("root", tmp_path / "run")
     state = arguments.pop("state", {"epoch": 1})
     with pytest.raises(ckptman.ConfigError, match=message):
@@ -357,7 +351,7 @@ def test_wrong_arguments_are_refused_at_once(tmp_path: Path, arguments: dict[str
     assert not (tmp_path / "run").exists()
 
 
-def test_two_values_of_one_flat_name_are_refused(tmp_path: Path) -> None:
+def test_two_values_of_one_flat_name_are_refused(tmp_path):
     state = {"a": {"b.c": 1, "b": {"c": 2}}}
     with (
         pytest.raises(ckptman.ConfigError, match=r"flat name a\.b\.c"),

@@ -1,14 +1,11 @@
 """The bundled loop under torchrun, in a chain: a rank is stopped, and the run finishes with nobody touching it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,12 +45,12 @@ async_save = false
 """
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path):
     return read_journal(path)[0] if path.exists() else []
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_of_torchrun_is_stopped_and_the_chain_finishes_the_run(tmp_path: Path) -> None:
+def test_a_rank_of_torchrun_is_stopped_and_the_chain_finishes_the_run(tmp_path):
     (tmp_path / "text").write_text(Path(__file__).read_text())
     tokenize(tmp_path / "tokens", [tmp_path / "text"], vocab_size=300, workers=1)
     (tmp_path / "run.toml").write_text(RUN)
@@ -96,7 +93,7 @@ def test_a_rank_of_torchrun_is_stopped_and_the_chain_finishes_the_run(tmp_path: 
     assert stacks_path(tmp_path / "run", 1, 1).exists()
     _, second = [each for each in events if each["event"] == "attempt_started"]
     assert second["time"] - stopped < Patience(FLOOR_SECONDS).notice_seconds("step") + 60
-    losses: dict[int, set[str]] = {}
+    losses = {}
     for line in lines(log):
         losses.setdefault(line["step"], set()).add(line["loss_hex"])
     assert sorted(losses) == list(range(1, STEPS + 1))

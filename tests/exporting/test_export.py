@@ -1,11 +1,7 @@
 """`ckptman export`: what other programs load is what was saved, bit for bit, and OUT is whole or not there."""
 
-from __future__ import annotations
-
 import errno
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +19,7 @@ import ckptman
 from ckptman.exporting import formats as export_formats
 from ckptman.exporting import write as export_write
 from ckptman.exporting.export import export
-from ckptman.exporting.target import Format
 from ckptman.format.safetensors import DTYPES
-from ckptman.io.durable_files import Disk
 from tests.dcp.test_values import WRITERS, blank, differing, noise
 from tests.dcp.test_values import save as save_as
 from tests.helpers.faulty_disk import Death, Fault, FaultyDisk, faults, on_disk
@@ -37,19 +31,19 @@ pytestmark = pytest.mark.filterwarnings(
 State = dict[str, Any]
 
 
-def tensors() -> State:
+def tensors():
     """Every dtype that safetensors has, in odd shapes, without dimensions and without elements."""
-    found: State = {f"of.{name}": noise(getattr(torch, name), 7, 5, 3) for name in DTYPES}
+    found = {f"of.{name}": noise(getattr(torch, name), 7, 5, 3) for name in DTYPES}
     return found | {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "large": noise(torch.float32, 700, 301)}
 
 
-def state() -> State:
+def state():
     optimizer = {"state": {"w": {"exp_avg": noise(torch.float32, 9)}}, "lr": 0.1, "seen": [torch.ones(2), {"a": 1}]}
     return {"model": tensors(), "optimizer": optimizer, "epoch": 3, "name": "é", "shape": (1, 2)}
 
 
 @pytest.fixture(scope="module", params=WRITERS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request, tmp_path_factory):
     """The same state, saved by each of those who can."""
     path = tmp_path_factory.mktemp("saved") / "checkpoint"
     save_as(state(), path, request.param)
@@ -57,21 +51,21 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(monkeypatch):
     """So that a tensor of a few hundred KB is cut as one of many GB is."""
     monkeypatch.setattr(export_write, "PIECE_BYTES", 64 * 1024)
     monkeypatch.setattr(export_formats, "CHUNK_BYTES", 200 * 1024)
 
 
-def names_in(folder: Path) -> list[str]:
+def names_in(folder):
     return sorted(each.name for each in folder.iterdir())
 
 
 # ---- what comes out ----------------------------------------------------------------------------------------------
 
 
-def test_safetensors_loads_the_model_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    told: list[int] = []
+def test_safetensors_loads_the_model_bit_for_bit(folder, tmp_path):
+    told = []
     done = export(folder, tmp_path / "out", begin=lambda total: told.append(-total) or told.append)
     assert done.files == {"model.safetensors": (tmp_path / "out" / "model.safetensors").stat().st_size}
     assert sum(told) == 0
@@ -82,14 +76,14 @@ def test_safetensors_loads_the_model_bit_for_bit(folder: Path, tmp_path: Path) -
         assert file.metadata() == {"format": "pt", "ckptman": "export"}
 
 
-def test_many_files_have_an_index_and_no_more_than_they_may(folder: Path, tmp_path: Path) -> None:
+def test_many_files_have_an_index_and_no_more_than_they_may(folder, tmp_path):
     done = export(folder, tmp_path / "out", max_shard_bytes=2000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
     assert sorted(done.files) == names_in(tmp_path / "out") == [*files, "model.safetensors.index.json"]
     assert index["metadata"]["total_size"] == sum(each.nbytes for each in tensors().values())
-    found: State = {}
+    found = {}
     for file in files:
         here = load_file(tmp_path / "out" / file)
         assert sum(each.nbytes for each in here.values()) <= 2000 or len(here) == 1
@@ -98,7 +92,7 @@ def test_many_files_have_an_index_and_no_more_than_they_may(folder: Path, tmp_pa
     assert differing(found, tensors()) == []
 
 
-def test_torch_loads_the_model_and_the_whole_state(folder: Path, tmp_path: Path) -> None:
+def test_torch_loads_the_model_and_the_whole_state(folder, tmp_path):
     export(folder, tmp_path / "model.pt", "torch")
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     assert list(found) == list(tensors())
@@ -114,7 +108,7 @@ def test_torch_loads_the_model_and_the_whole_state(folder: Path, tmp_path: Path)
     assert names_in(tmp_path) == ["all.pt", "model.pt"]
 
 
-def test_plain_dcp_loads_it_under_the_names_it_had(folder: Path, tmp_path: Path) -> None:
+def test_plain_dcp_loads_it_under_the_names_it_had(folder, tmp_path):
     export(folder, tmp_path / "model", "dcp")
     assert names_in(tmp_path / "model") == [".metadata", "__0_0.distcp"]
     fresh = {"model": {name: blank(each) for name, each in tensors().items()}}
@@ -135,7 +129,7 @@ def test_plain_dcp_loads_it_under_the_names_it_had(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_what_was_exported_can_be_exported_again_and_verified(folder: Path, tmp_path: Path) -> None:
+def test_what_was_exported_can_be_exported_again_and_verified(folder, tmp_path):
     from ckptman.cli.app import main
 
     export(folder, tmp_path / "once", "dcp", everything=True)
@@ -144,7 +138,7 @@ def test_what_was_exported_can_be_exported_again_and_verified(folder: Path, tmp_
     assert differing(torch.load(tmp_path / "twice", weights_only=True), tensors()) == []
 
 
-def _save_sharded(path: str) -> None:
+def _save_sharded(path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     whole = {"uneven": torch.randn(7, 5), "other": torch.randn(3, 301), "few": torch.randn(1, 4)}
@@ -156,20 +150,20 @@ def _save_sharded(path: str) -> None:
     ckptman.save({"model": model}, path)
     if dist.get_rank() == 0:
         for format in ("safetensors", "torch"):
-            export(path, f"{path}.{format}", format)  # type: ignore[arg-type]
+            export(path, f"{path}.{format}", format)
         assert differing(load_file(f"{path}.safetensors/model.safetensors"), whole) == []
         assert differing(torch.load(f"{path}.torch", weights_only=True), whole) == []
 
 
 @pytest.mark.slow
-def test_shards_and_replicas_become_whole_tensors(tmp_path: Path) -> None:
+def test_shards_and_replicas_become_whole_tensors(tmp_path):
     run_ranks(4, _save_sharded, str(tmp_path / "checkpoint"))
 
 
 # ---- what is chosen, cast and named ------------------------------------------------------------------------------
 
 
-def test_a_cast_is_torchs_own_and_leaves_what_is_no_float(folder: Path, tmp_path: Path) -> None:
+def test_a_cast_is_torchs_own_and_leaves_what_is_no_float(folder, tmp_path):
     path = tmp_path / "saved"
     saved = {
         "w": torch.randn(300, 301),
@@ -183,14 +177,14 @@ def test_a_cast_is_torchs_own_and_leaves_what_is_no_float(folder: Path, tmp_path
     expected = saved | {name: saved[name].to(torch.bfloat16) for name in ("w", "half")}
     assert differing(found, expected) == []
     for format in ("torch", "dcp"):
-        export(path, tmp_path / format, format, dtype="float64")  # type: ignore[arg-type]
+        export(path, tmp_path / format, format, dtype="float64")
     assert torch.load(tmp_path / "torch", weights_only=True)["w"].dtype == torch.float64
     fresh = {"model": {"w": torch.zeros(300, 301, dtype=torch.float64)}}
     dcp.load(fresh, checkpoint_id=tmp_path / "dcp")
     assert torch.equal(fresh["model"]["w"], saved["w"].double())
 
 
-def test_the_default_device_of_a_script_does_not_matter(tmp_path: Path) -> None:
+def test_the_default_device_of_a_script_does_not_matter(tmp_path):
     weight = torch.randn(30, 4)
     ckptman.save({"model": {"w": weight, "same": weight.clone()}}, tmp_path / "saved")
     with torch.device("meta"):
@@ -198,7 +192,7 @@ def test_the_default_device_of_a_script_does_not_matter(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], weight.bfloat16())
 
 
-def test_a_number_that_a_cast_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_a_number_that_a_cast_cannot_hold_is_refused(tmp_path):
     ckptman.save({"model": {"w": torch.tensor([1.0, 70_000.0]), "inf": torch.tensor(torch.inf)}}, tmp_path / "saved")
     with pytest.raises(ckptman.ConfigError, match=r"model.w holds numbers that float16 cannot .* bfloat16"):
         export(tmp_path / "saved", tmp_path / "out", dtype="float16")
@@ -206,7 +200,7 @@ def test_a_number_that_a_cast_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["out", "saved"]
 
 
-def test_another_entry_and_other_names(tmp_path: Path) -> None:
+def test_another_entry_and_other_names(tmp_path):
     saved = {
         "app": {"ema": {"module.layers.0.w": torch.ones(2), "module.norm": torch.zeros(1)}},
         "model": {"x": torch.ones(1)},
@@ -214,7 +208,7 @@ def test_another_entry_and_other_names(tmp_path: Path) -> None:
     ckptman.save(saved, tmp_path / "saved")
     rename = [(r"^layers\.", "model.layers."), ("norm", "final_norm")]
     for format in ("safetensors", "torch"):
-        export(tmp_path / "saved", tmp_path / format, format, only="app.ema", strip="module.", rename=rename)  # type: ignore[arg-type]
+        export(tmp_path / "saved", tmp_path / format, format, only="app.ema", strip="module.", rename=rename)
     expected = {"model.layers.0.w", "final_norm"}
     assert load_file(tmp_path / "safetensors" / "model.safetensors").keys() == expected
     assert torch.load(tmp_path / "torch", weights_only=True).keys() == expected
@@ -228,7 +222,7 @@ def test_another_entry_and_other_names(tmp_path: Path) -> None:
     }
 
 
-def test_a_model_whose_names_begin_at_the_top_is_found(tmp_path: Path) -> None:
+def test_a_model_whose_names_begin_at_the_top_is_found(tmp_path):
     """As torchtitan saves it: the model is spread over the state, everything else has an entry."""
     saved = {"layers.0.w": torch.ones(2), "norm": torch.zeros(1), "optimizer": {"state.norm": torch.ones(1)}, "step": 3}
     dcp.save(saved, checkpoint_id=tmp_path / "saved")
@@ -236,7 +230,7 @@ def test_a_model_whose_names_begin_at_the_top_is_found(tmp_path: Path) -> None:
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"layers.0.w", "norm"}
 
 
-def test_what_has_no_form_in_json_is_exported_all_the_same(tmp_path: Path) -> None:
+def test_what_has_no_form_in_json_is_exported_all_the_same(tmp_path):
     saved = {"model": {"w": torch.ones(2), "extra": slice(1)}, "x": {"a": torch.zeros(1), "b": slice(1)}}
     save_as(saved, tmp_path / "saved", "StorageWriter")
     with pytest.raises(ckptman.CorruptError, match="slice"):
@@ -246,7 +240,7 @@ def test_what_has_no_form_in_json_is_exported_all_the_same(tmp_path: Path) -> No
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"w"}
 
 
-def test_tied_weights_are_saved_once_and_only_if_they_are_the_same(tmp_path: Path) -> None:
+def test_tied_weights_are_saved_once_and_only_if_they_are_the_same(tmp_path):
     weight = torch.randn(300, 301)
     saved = {"embed_tokens.weight": weight, "lm_head.weight": weight.clone(), "norm": torch.ones(2)}
     ckptman.save({"model": saved}, tmp_path / "saved")
@@ -292,14 +286,14 @@ def test_tied_weights_are_saved_once_and_only_if_they_are_the_same(tmp_path: Pat
         ({"a": torch.ones(1), "n": np.ones(2)}, {"format": "torch"}, "value n is a numpy.ndarray, which torch.load"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(model: State, wishes: State, match: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_by_name(model, wishes, match, tmp_path):
     ckptman.save({"model": model, "epoch": 1}, tmp_path / "saved")
     with pytest.raises(ckptman.ConfigError, match=match):
         export(tmp_path / "saved", tmp_path / "out", **wishes)
     assert names_in(tmp_path) == ["saved"]
 
 
-def test_nothing_of_others_is_replaced(folder: Path, tmp_path: Path) -> None:
+def test_nothing_of_others_is_replaced(folder, tmp_path):
     export(folder, tmp_path / "out")
     with pytest.raises(ckptman.ExistsError, match="overwrite"):
         export(folder, tmp_path / "out")
@@ -324,38 +318,36 @@ def test_nothing_of_others_is_replaced(folder: Path, tmp_path: Path) -> None:
         export(tmp_path / "nowhere", tmp_path / "new")
 
 
-def test_a_changed_byte_is_found_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_changed_byte_is_found_and_nothing_is_left(tmp_path):
     ckptman.save({"model": tensors()}, tmp_path / "saved")
     data = bytearray((tmp_path / "saved" / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / "saved" / "__0_0.distcp").write_bytes(data)
     for format in ("safetensors", "torch", "dcp"):
         with pytest.raises(ckptman.CorruptError, match=r"__0_0.distcp.*large|large.*__0_0.distcp"):
-            export(tmp_path / "saved", tmp_path / "out", format)  # type: ignore[arg-type]
+            export(tmp_path / "saved", tmp_path / "out", format)
     assert names_in(tmp_path) == ["saved"]
 
 
 # ---- killed, and out of space ------------------------------------------------------------------------------------
 
 
-def _first(out: Path) -> Callable[[Disk], object]:
+def _first(out):
     return lambda disk: on_disk(disk, export, out.parent / "saved", out)
 
 
-def _replacing(out: Path) -> Callable[[Disk], object]:
+def _replacing(out):
     export(out.parent / "saved", out, dtype="bfloat16")
     return lambda disk: on_disk(disk, export, out.parent / "saved", out, overwrite=True)
 
 
-def _file(out: Path) -> Callable[[Disk], object]:
+def _file(out):
     return lambda disk: on_disk(disk, export, out.parent / "saved", out, "torch")
 
 
 @pytest.mark.parametrize("error", [None, errno.ENOSPC])
 @pytest.mark.parametrize("begin", [_first, _replacing, _file])
-def test_out_is_whole_or_not_there_wherever_it_ends(
-    begin: Callable[[Path], Callable[[Disk], object]], error: int | None, tmp_path: Path
-) -> None:
+def test_out_is_whole_or_not_there_wherever_it_ends(begin, error, tmp_path):
     model = {"w": torch.randn(100, 301), "b": torch.ones(3)}
     reached = 0
     for number, fault in enumerate(faults(error)):
@@ -388,13 +380,13 @@ def test_out_is_whole_or_not_there_wherever_it_ends(
 
 
 @pytest.mark.parametrize("format", ["safetensors", "dcp"])
-def test_no_folder_is_named_like_a_file(folder: Path, tmp_path: Path, format: Format) -> None:
+def test_no_folder_is_named_like_a_file(folder, tmp_path, format):
     with pytest.raises(ckptman.ConfigError, match="say --format torch, or name a folder"):
         export(folder, tmp_path / "out.pt", format=format)
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_what_a_killed_export_left_is_named(folder: Path, tmp_path: Path) -> None:
+def test_what_a_killed_export_left_is_named(folder, tmp_path):
     with pytest.raises(Death):
         on_disk(FaultyDisk(Fault(4)), export, folder, tmp_path / "out")
     (left,) = names_in(tmp_path)

@@ -1,7 +1,5 @@
 """An export of a checkpoint that is four times as large as the memory there is."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +40,7 @@ export(folder, out, format, dtype=dtype or None)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """One tensor is as large as all of the memory twice; the others together too."""
     path = tmp_path_factory.mktemp("saved") / "checkpoint"
     rows = torch.arange(1024, dtype=torch.float32).repeat(2 * LIMIT_BYTES // 4096, 1)
@@ -55,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("format", "cast"), [("safetensors", ""), ("safetensors", "bfloat16"), ("torch", ""), ("dcp", "")]
 )
-def test_four_times_the_memory(folder: Path, format: str, cast: str, tmp_path: Path) -> None:
+def test_four_times_the_memory(folder, format, cast, tmp_path):
     out = tmp_path / "out"
     words = [sys.executable, "-c", CHILD, str(folder), str(out), format, cast, str(LIMIT_BYTES)]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=100)

@@ -1,15 +1,10 @@
 """`ckptman export`: checkpoints that change while they are read, and what is in the place of OUT."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,22 +26,22 @@ FORMATS = ["safetensors", "torch", "dcp"]
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(monkeypatch):
     """So that some of a checkpoint is read before something happens, and some behind it."""
     monkeypatch.setattr(export_write, "PIECE_BYTES", 16 * 1024)
 
 
-def state(value: float) -> dict[str, Any]:
+def state(value):
     return {"model": {f"w{number}": torch.full((64, 100), float(value)) for number in range(8)}, "step": int(value)}
 
 
-def halfway(act: Callable[[], object]) -> Callable[[int], Callable[[int], None]]:
+def halfway(act):
     """What `begin` is to be, so that something happens once when half of the bytes were written."""
 
-    def begin(total_bytes: int) -> Callable[[int], None]:
+    def begin(total_bytes):
         left = total_bytes / 2
 
-        def done(written: int) -> None:
+        def done(written):
             nonlocal left
             left, was_above = left - written, left > 0
             if was_above and left <= 0:
@@ -57,11 +52,11 @@ def halfway(act: Callable[[], object]) -> Callable[[int], Callable[[int], None]]
     return begin
 
 
-def names_in(folder: Path) -> list[str]:
+def names_in(folder):
     return sorted(each.name for each in folder.iterdir())
 
 
-def save_plain(value: float, path: Path) -> None:
+def save_plain(value, path):
     dcp.save(state(value), checkpoint_id=path)
 
 
@@ -69,7 +64,7 @@ def save_plain(value: float, path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_plain_dcp_that_is_saved_over_is_no_mixture(format: Any, tmp_path: Path) -> None:
+def test_plain_dcp_that_is_saved_over_is_no_mixture(format, tmp_path):
     save_plain(1, tmp_path / "saved")
     with pytest.raises(ckptman.NotFoundError, match=r"saved again, while it was exported \(.metadata was written to\)"):
         export(tmp_path / "saved", tmp_path / "out", format, begin=halfway(lambda: save_plain(2, tmp_path / "saved")))
@@ -77,17 +72,17 @@ def test_plain_dcp_that_is_saved_over_is_no_mixture(format: Any, tmp_path: Path)
     export(tmp_path / "saved", tmp_path / "out", format)
 
 
-def test_one_data_file_that_changes_is_enough_and_what_lies_beside_is_not(tmp_path: Path) -> None:
+def test_one_data_file_that_changes_is_enough_and_what_lies_beside_is_not(tmp_path):
     save_plain(1, tmp_path / "saved")
     data = tmp_path / "saved" / "__0_0.distcp"
 
-    def touch() -> None:
+    def touch():
         os.utime(data, ns=(0, 0))
 
     with pytest.raises(ckptman.NotFoundError, match=r"__0_0.distcp was written to"):
         export(tmp_path / "saved", tmp_path / "out", begin=halfway(touch))
 
-    def replace() -> None:
+    def replace():
         shutil.copy2(data, tmp_path / "copy")
         (tmp_path / "copy").rename(data)
 
@@ -97,14 +92,14 @@ def test_one_data_file_that_changes_is_enough_and_what_lies_beside_is_not(tmp_pa
     assert names_in(tmp_path) == ["out", "saved"]
 
 
-def test_a_link_that_leads_nowhere_hides_no_change(tmp_path: Path) -> None:
+def test_a_link_that_leads_nowhere_hides_no_change(tmp_path):
     save_plain(1, tmp_path / "saved")
     (tmp_path / "saved" / "loop").symlink_to("loop")
     with pytest.raises(ckptman.NotFoundError, match=r".metadata was written to"):
         export(tmp_path / "saved", tmp_path / "out", begin=halfway(lambda: save_plain(2, tmp_path / "saved")))
 
 
-def test_a_data_file_that_could_not_be_listed_did_not_change_for_that(tmp_path: Path) -> None:
+def test_a_data_file_that_could_not_be_listed_did_not_change_for_that(tmp_path):
     data = tmp_path / "saved" / "data" / "__0_0.distcp"
     save_plain(1, tmp_path / "saved")
     metadata = pickle.loads((tmp_path / "saved" / ".metadata").read_bytes())
@@ -118,7 +113,7 @@ def test_a_data_file_that_could_not_be_listed_did_not_change_for_that(tmp_path: 
         export(tmp_path / "saved", tmp_path / "other", begin=halfway(lambda: os.utime(data, ns=(0, 0))))
 
 
-def test_one_that_is_adopted_meanwhile_is_the_same(tmp_path: Path) -> None:
+def test_one_that_is_adopted_meanwhile_is_the_same(tmp_path):
     save_plain(1, tmp_path / "saved")
     adopt = halfway(lambda: ckptman.adopt(tmp_path / "saved", 1, keep_name=True))
     export(tmp_path / "saved", tmp_path / "out", begin=adopt)
@@ -128,16 +123,14 @@ def test_one_that_is_adopted_meanwhile_is_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("writer", ["ckptman", "dcp"])
 @pytest.mark.parametrize("again", [False, True], ids=["deleted", "saved again"])
-def test_what_is_gone_is_not_damaged(
-    writer: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_gone_is_not_damaged(writer, again, tmp_path, monkeypatch, capsys):
     saved, values = tmp_path / "saved", count(1)
 
-    def save() -> None:
+    def save():
         value = next(values)  # each time another: the same bytes would be the same checkpoint
         (ckptman.save(state(value), saved) if writer == "ckptman" else save_plain(value, saved))
 
-    def act() -> None:
+    def act():
         shutil.rmtree(saved)
         if again:
             save()
@@ -154,21 +147,21 @@ def test_what_is_gone_is_not_damaged(
 
 
 class Within:
-    def __init__(self, done: Callable[[int], None]) -> None:
+    def __init__(self, done):
         self.done = done
 
-    def __enter__(self) -> Callable[[int], None]:
+    def __enter__(self):
         return self.done
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_): ...
 
 
-def test_what_is_damaged_is_not_gone(tmp_path: Path) -> None:
+def test_what_is_damaged_is_not_gone(tmp_path):
     """Though its data file was written to: that is what damage is."""
     ckptman.save(state(1), tmp_path / "saved")
     data = tmp_path / "saved" / "__0_0.distcp"
 
-    def damage() -> None:
+    def damage():
         with data.open("r+b") as file:
             file.seek(-10_000, os.SEEK_END)
             file.write(b"\xff")
@@ -186,12 +179,12 @@ def test_what_is_damaged_is_not_gone(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     ckptman.save(state(1), tmp_path / "saved")
     return tmp_path / "saved"
 
 
-def refused(saved: Path, out: Path, format: Any, match: str, **wishes: Any) -> None:
+def refused(saved, out, format, match, **wishes):
     """Nothing that is there changes."""
     before = {each: each.read_bytes() for each in (out, *out.rglob("*")) if each.is_file()}
     with pytest.raises(ckptman.ExistsError, match=match):
@@ -199,7 +192,7 @@ def refused(saved: Path, out: Path, format: Any, match: str, **wishes: Any) -> N
     assert {each: each.read_bytes() for each in (out, *out.rglob("*")) if each.is_file()} == before
 
 
-def test_no_file_of_others_becomes_a_zip(saved: Path, tmp_path: Path) -> None:
+def test_no_file_of_others_becomes_a_zip(saved, tmp_path):
     (tmp_path / "train.py").write_text("print('my script')\n")
     (tmp_path / "empty").touch()
     torch.save({"w": torch.ones(3)}, tmp_path / "theirs.pt")
@@ -207,7 +200,7 @@ def test_no_file_of_others_becomes_a_zip(saved: Path, tmp_path: Path) -> None:
         refused(saved, tmp_path / name, "torch", "is a file that no export wrote, so it is not replaced: name another")
 
 
-def test_no_checkpoint_of_plain_dcp_is_replaced(saved: Path, tmp_path: Path) -> None:
+def test_no_checkpoint_of_plain_dcp_is_replaced(saved, tmp_path):
     save_plain(2, tmp_path / "one")
     save_plain(2, tmp_path / "two")
     shutil.copy(tmp_path / "two" / "__0_0.distcp", tmp_path / "two" / "__1_0.distcp")
@@ -222,7 +215,7 @@ def test_no_checkpoint_of_plain_dcp_is_replaced(saved: Path, tmp_path: Path) -> 
     refused(saved, tmp_path / "ours", "dcp", r"holds __1_0.distcp, which no export wrote")
 
 
-def test_no_model_that_was_downloaded_is_replaced(saved: Path, tmp_path: Path) -> None:
+def test_no_model_that_was_downloaded_is_replaced(saved, tmp_path):
     for name in ("config alone", "model", "shards"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
@@ -239,7 +232,7 @@ def test_no_model_that_was_downloaded_is_replaced(saved: Path, tmp_path: Path) -
     refused(saved, tmp_path / "ours", "safetensors", r"holds model-00001-of-00002.safetensors, which no export wrote")
 
 
-def test_a_config_is_replaced_by_another_and_never_lost(saved: Path, tmp_path: Path) -> None:
+def test_a_config_is_replaced_by_another_and_never_lost(saved, tmp_path):
     out, config = tmp_path / "out", tmp_path / "config.json"
     config.write_text('{"a": 1}')
     export(saved, out, config=config)
@@ -250,7 +243,7 @@ def test_a_config_is_replaced_by_another_and_never_lost(saved: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_an_export_is_replaced_by_one_of_its_own_format(format: Any, saved: Path, tmp_path: Path) -> None:
+def test_an_export_is_replaced_by_one_of_its_own_format(format, saved, tmp_path):
     out = tmp_path / "out"
     export(saved, out, format, max_shard_bytes=60_000)
     export(saved, out, format, dtype="float64", overwrite=True)
@@ -268,22 +261,22 @@ def test_an_export_is_replaced_by_one_of_its_own_format(format: Any, saved: Path
     assert names_in(tmp_path) == ["out", "saved"]
 
 
-def test_an_empty_folder_is_replaced(saved: Path, tmp_path: Path) -> None:
+def test_an_empty_folder_is_replaced(saved, tmp_path):
     for format in ("safetensors", "dcp"):
         (tmp_path / format).mkdir()
-        export(saved, tmp_path / format, format, overwrite=True)  # type: ignore[arg-type]
+        export(saved, tmp_path / format, format, overwrite=True)
 
 
 class Interrupted(Disk):
     """An export that is interrupted (Ctrl-C) between its two renames."""
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         super().rename(source, target)
         if target.name.endswith(".old"):
             raise KeyboardInterrupt
 
 
-def test_interrupted_between_its_renames_it_puts_the_old_one_back(saved: Path, tmp_path: Path) -> None:
+def test_interrupted_between_its_renames_it_puts_the_old_one_back(saved, tmp_path):
     export(saved, tmp_path / "out", dtype="bfloat16")
     with pytest.raises(KeyboardInterrupt):
         on_disk(Interrupted(), export, saved, tmp_path / "out", overwrite=True)
@@ -294,13 +287,13 @@ def test_interrupted_between_its_renames_it_puts_the_old_one_back(saved: Path, t
 class Late(Disk):
     """Somebody makes a folder of that name right before it is given."""
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         target.mkdir()
         (target / "mine").touch()
         super().rename(source, target)
 
 
-def test_a_folder_that_is_made_at_the_last_moment_is_not_replaced(saved: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_made_at_the_last_moment_is_not_replaced(saved, tmp_path):
     with pytest.raises(OSError, match="not empty"):
         on_disk(Late(), export, saved, tmp_path / "out")
     assert (names_in(tmp_path), names_in(tmp_path / "out")) == (["out", "saved"], ["mine"])
@@ -309,7 +302,7 @@ def test_a_folder_that_is_made_at_the_last_moment_is_not_replaced(saved: Path, t
 # ---- what killed exports left ------------------------------------------------------------------------------------
 
 
-def left_by(pid: int, ticks: int, target: Path, old: bool = False) -> Path:
+def left_by(pid, ticks, target, old=False):
     """A folder as an export of another process of this host has it."""
     me = export_target.this_process("", None)
     path = target.with_name(f"{target.name}.tmp-{pid}-{export_target._host(me)}-{ticks}-0a1b2c3d{'.old' * old}")
@@ -318,7 +311,7 @@ def left_by(pid: int, ticks: int, target: Path, old: bool = False) -> Path:
     return path
 
 
-def test_only_what_is_of_the_dead_is_cleared(saved: Path, tmp_path: Path) -> None:
+def test_only_what_is_of_the_dead_is_cleared(saved, tmp_path):
     out, me = tmp_path / "out", export_target.this_process("", None)
     dead = left_by(me.pid, me.start_ticks + 1, out)  # the pid was given to another process since
     kept = [
@@ -336,9 +329,9 @@ def test_only_what_is_of_the_dead_is_cleared(saved: Path, tmp_path: Path) -> Non
     assert names_in(tmp_path) == sorted(["out", "saved", *(each.name for each in kept[:2])])
 
 
-def test_what_cannot_be_cleared_is_named(saved: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_cleared_is_named(saved, tmp_path):
     class Stubborn(Disk):
-        def remove_tree(self, path: Path) -> None:
+        def remove_tree(self, path):
             raise PermissionError(13, "Permission denied")
 
     me = export_target.this_process("", None)
@@ -350,7 +343,7 @@ def test_what_cannot_be_cleared_is_named(saved: Path, tmp_path: Path) -> None:
 # ---- what is left out, and what is advised -----------------------------------------------------------------------
 
 
-def test_what_has_no_form_is_left_out_by_its_name(tmp_path: Path) -> None:
+def test_what_has_no_form_is_left_out_by_its_name(tmp_path):
     model = {
         "w": torch.ones(2),
         "table": torch.ones(2, dtype=torch.complex128),
@@ -363,8 +356,8 @@ def test_what_has_no_form_is_left_out_by_its_name(tmp_path: Path) -> None:
     assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--exclude", "^table$"]) == 0
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"w", "layers.0.table"}
     for format in ("torch", "dcp"):
-        wishes: Any = {"everything": True, "exclude": ["table$", "^optimizer", r"^seen\.0"]}
-        export(tmp_path / "saved", tmp_path / format, format, **wishes)  # type: ignore[arg-type]
+        wishes = {"everything": True, "exclude": ["table$", "^optimizer", r"^seen\.0"]}
+        export(tmp_path / "saved", tmp_path / format, format, **wishes)
     found = torch.load(tmp_path / "torch", weights_only=True)
     assert (found.keys(), found["model"].keys(), found["seen"]) == ({"model", "seen"}, {"w"}, [None, {"a": 1}])
     read = dcp.FileSystemReader(tmp_path / "dcp").read_metadata()
@@ -376,17 +369,17 @@ def test_what_has_no_form_is_left_out_by_its_name(tmp_path: Path) -> None:
             export(tmp_path / "saved", tmp_path / "none", exclude=[pattern])
 
 
-def test_tensors_in_a_tuple_go_to_dcp_alone(tmp_path: Path) -> None:
+def test_tensors_in_a_tuple_go_to_dcp_alone(tmp_path):
     dcp.save({"model": {"w": torch.ones(3)}, "pair": (torch.zeros(2), 1)}, checkpoint_id=tmp_path / "saved")
     with pytest.raises(ckptman.ConfigError, match=r"pair has tensors within a tuple.*\(--exclude\)"):
         export(tmp_path / "saved", tmp_path / "out", "torch", everything=True)
     export(tmp_path / "saved", tmp_path / "dcp", "dcp", everything=True)
     fresh = {"model": {"w": torch.zeros(3)}, "pair": ()}
     dcp.load(fresh, checkpoint_id=tmp_path / "dcp")
-    assert torch.equal(fresh["pair"][0], torch.zeros(2))  # type: ignore[index]
+    assert torch.equal(fresh["pair"][0], torch.zeros(2))
 
 
-def test_a_model_in_parts_is_the_model(tmp_path: Path) -> None:
+def test_a_model_in_parts_is_the_model(tmp_path):
     ckptman.save({"model": [{"w": torch.ones(2)}, {"w": torch.zeros(2)}]}, tmp_path / "saved")
     export(tmp_path / "saved", tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"0.w", "1.w"}
@@ -400,15 +393,13 @@ def test_a_model_in_parts_is_the_model(tmp_path: Path) -> None:
         (torch.tensor([1e39], dtype=torch.float64), "float32", "as float64$"),
     ],
 )
-def test_what_a_cast_cannot_hold_is_told_which_one_can(
-    value: torch.Tensor, dtype: str, advice: str, tmp_path: Path
-) -> None:
+def test_what_a_cast_cannot_hold_is_told_which_one_can(value, dtype, advice, tmp_path):
     ckptman.save({"model": {"w": value}}, tmp_path / "saved")
     with pytest.raises(ckptman.ConfigError, match=advice):
         export(tmp_path / "saved", tmp_path / "out", dtype=dtype)
 
 
-def test_a_model_without_tensors_is_called_by_its_name(tmp_path: Path) -> None:
+def test_a_model_without_tensors_is_called_by_its_name(tmp_path):
     ckptman.save({"model": {"a": 1}, "other": torch.ones(1)}, tmp_path / "saved")
     assert (tmp_path / "saved" / MANIFEST).exists()
     with pytest.raises(ckptman.ConfigError, match=r"no tensor to export in model: "):
@@ -418,8 +409,8 @@ def test_a_model_without_tensors_is_called_by_its_name(tmp_path: Path) -> None:
 # ---- the optimizer -----------------------------------------------------------------------------------------------
 
 
-def test_the_optimizer_of_the_whole_state_is_loaded_by_torch(tmp_path: Path) -> None:
-    def fresh(rate: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def test_the_optimizer_of_the_whole_state_is_loaded_by_torch(tmp_path):
+    def fresh(rate):
         model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5))
         groups = [{"params": model[0].parameters(), "lr": rate}, {"params": model[1].parameters()}]
         return model, torch.optim.AdamW(groups)

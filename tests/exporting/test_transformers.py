@@ -1,12 +1,7 @@
 """What `ckptman export` writes is what transformers loads: a small Llama of random weights, there and back."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +12,7 @@ from ckptman.cli.app import main
 
 
 @pytest.fixture(scope="module")
-def hub() -> Iterator[Any]:
+def hub():
     """The library, imported where it is wanted: that takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -28,7 +23,7 @@ def hub() -> Iterator[Any]:
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
-def llama(request: pytest.FixtureRequest, hub: Any, tmp_path: Path) -> Any:
+def llama(request, hub, tmp_path):
     torch.manual_seed(0)
     config = hub.LlamaConfig(
         vocab_size=128,
@@ -43,7 +38,7 @@ def llama(request: pytest.FixtureRequest, hub: Any, tmp_path: Path) -> Any:
     return hub.LlamaForCausalLM(config)
 
 
-def trained(model: Any, path: Path) -> Path:
+def trained(model, path):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.arange(5)[None]).logits.sum().backward()
     optimizer.step()
@@ -51,7 +46,7 @@ def trained(model: Any, path: Path) -> Path:
     return path
 
 
-def same(found: Any, model: Any, dtype: torch.dtype | None = None) -> None:
+def same(found, model, dtype=None):
     expected = {name: each.to(dtype) for name, each in model.state_dict().items()}
     assert found.state_dict().keys() == expected.keys()
     for name, each in found.state_dict().items():
@@ -64,7 +59,7 @@ def same(found: Any, model: Any, dtype: torch.dtype | None = None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["5GB", "20kB"])
-def test_from_pretrained_has_every_weight(llama: Any, hub: Any, size: str, tmp_path: Path) -> None:
+def test_from_pretrained_has_every_weight(llama, hub, size, tmp_path):
     folder = trained(llama, tmp_path / "saved")
     config, out = tmp_path / "config" / "config.json", tmp_path / "out"
     assert main(["export", str(folder), str(out), "--config", str(config), "--max-shard-size", size]) == 0
@@ -77,7 +72,7 @@ def test_from_pretrained_has_every_weight(llama: Any, hub: Any, size: str, tmp_p
         assert found.lm_head.weight is found.model.embed_tokens.weight
 
 
-def test_the_files_are_those_that_transformers_itself_writes(llama: Any, tmp_path: Path) -> None:
+def test_the_files_are_those_that_transformers_itself_writes(llama, tmp_path):
     folder = trained(llama, tmp_path / "saved")
     llama.save_pretrained(tmp_path / "theirs", max_shard_size="20kB")
     config = tmp_path / "theirs" / "config.json"
@@ -91,7 +86,7 @@ def test_the_files_are_those_that_transformers_itself_writes(llama: Any, tmp_pat
     assert indexes[0]["metadata"]["total_size"] == indexes[1]["metadata"]["total_size"]
 
 
-def test_a_cast_is_that_of_the_model(llama: Any, hub: Any, tmp_path: Path) -> None:
+def test_a_cast_is_that_of_the_model(llama, hub, tmp_path):
     folder = trained(llama, tmp_path / "saved")
     config = tmp_path / "config" / "config.json"
     out = tmp_path / "out"
@@ -99,16 +94,14 @@ def test_a_cast_is_that_of_the_model(llama: Any, hub: Any, tmp_path: Path) -> No
     same(hub.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16), llama, torch.bfloat16)
 
 
-def test_tied_weights_that_are_there_twice_load_too(llama: Any, hub: Any, tmp_path: Path) -> None:
+def test_tied_weights_that_are_there_twice_load_too(llama, hub, tmp_path):
     folder = trained(llama, tmp_path / "saved")
     assert main(["export", str(folder), str(tmp_path / "out")]) == 0
     shutil.copy(tmp_path / "config" / "config.json", tmp_path / "out")
     same(hub.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), llama)
 
 
-def test_a_config_that_says_they_are_tied_does_not_drop_what_differs(
-    hub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_that_says_they_are_tied_does_not_drop_what_differs(hub, tmp_path, capsys):
     ckptman.save(
         {"model": {"lm_head.weight": torch.ones(2), "embed_tokens.weight": torch.zeros(2)}}, tmp_path / "saved"
     )
@@ -124,7 +117,7 @@ def test_a_config_that_says_they_are_tied_does_not_drop_what_differs(
     assert not (tmp_path / "out").exists()
 
 
-def test_names_of_the_hub_are_what_a_new_model_writes(hub: Any, tmp_path: Path) -> None:
+def test_names_of_the_hub_are_what_a_new_model_writes(hub, tmp_path):
     """Mixtral has other names in memory than on the hub: the export has the former, and both load."""
     config = hub.MixtralConfig(
         vocab_size=96,

@@ -1,7 +1,5 @@
 """`python -m tests.faults`: every kind of fault in a process of its own, two at a time, and a table at the end."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
@@ -13,14 +11,13 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.faults.tally import Tally, table, timed, write
 from tests.helpers.forkserver import Python
 
-KINDS: dict[str, tuple[str, str]] = {
+KINDS = {
     "ranks": ("lost_ranks.run", "a rank that dies, is stopped, or has a disk that hangs"),
     "kill": ("kills.run", "`kill -9` at a random moment"),
     "user": ("user.run", "loops that break, raise, exit, fork or nest blocks"),
@@ -42,7 +39,7 @@ MEMORY_BYTES = 16 * 1024**3
 TOGETHER = 2
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description="The fault campaign.")
     parser.add_argument("--quick", action="store_true", help=f"a small part of each kind: --share {QUICK}")
     parser.add_argument(
@@ -72,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(tally.good for tally in tallies) else 1
 
 
-def run_kind(kind: str, seed: int, share: float, mutant: str = "", trace: Path | None = None) -> Tally:
+def run_kind(kind, seed, share, mutant="", trace=None):
     """Inject one kind of fault in this process, into the library as it is or as a mutant."""
     from tests.faults.mutants import apply
 
@@ -89,7 +86,7 @@ def run_kind(kind: str, seed: int, share: float, mutant: str = "", trace: Path |
     return tally
 
 
-def run_apart(kind: str, seed: int, share: float, mutant: str) -> Tally:
+def run_apart(kind, seed, share, mutant):
     """The same in a process of its own, which may die or hang: that is a failure too, of the case it was at."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         out, words = Path(folder, "out.json"), Path(folder, "words")
@@ -120,7 +117,7 @@ def run_apart(kind: str, seed: int, share: float, mutant: str) -> Tally:
         return tally
 
 
-def _environment() -> dict[str, str]:
+def _environment():
     unwanted = ("SLURM_", "CKPTMAN_", "TORCHELASTIC_", "MASTER_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     memory = "/dev/shm"
@@ -129,7 +126,7 @@ def _environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process):
     import contextlib
     import signal
 
@@ -138,7 +135,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def report(tallies: Sequence[Tally]) -> str:
+def report(tallies):
     """What to print: failures, what was skipped, the messages by kind, and the table."""
     lines = []
     for tally in tallies:
@@ -151,7 +148,7 @@ def report(tallies: Sequence[Tally]) -> str:
     return "\n".join(lines)
 
 
-def run_mutants(seed: int, kinds: Sequence[str]) -> int:
+def run_mutants(seed, kinds):
     """Each mutant has to be noticed by the kind of fault that is there for it."""
     from tests.faults import mutants
 

@@ -11,11 +11,10 @@ import io
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from unittest import mock
 
 import ckptman
@@ -24,9 +23,8 @@ from ckptman.cli.app import main
 from ckptman.transfer import drain
 from ckptman.transfer.copy import CopyOptions
 from tests.faults.crash import goes_on_as_a_run, loaded
-from tests.faults.deaths import Scene, Tell, die_everywhere, impatient
-from tests.faults.subject import State, blank, content, open_run, save_versions, version_of
-from tests.faults.tally import Tally
+from tests.faults.deaths import die_everywhere, impatient
+from tests.faults.subject import blank, content, open_run, save_versions, version_of
 from tests.helpers.faulty_disk import holds
 
 ROOT, NEAR, FAR = "root", "near", "far"
@@ -39,7 +37,7 @@ Held = dict[int, int | None]
 """The version of each step that a root holds."""
 
 
-def run(tally: Tally) -> None:
+def run(tally):
     """Every change of every scene; and each time the same is done again, and the power is cut after that."""
     os.environ["CKPTMAN_IO_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
@@ -57,7 +55,7 @@ class Copying:
     first: Literal["nothing", "a copy of step 1", "another step 2"]
     options: tuple[str, ...] = ()
 
-    def before(self, world: Path) -> None:
+    def before(self, world):
         save_versions(world / ROOT, {1: 1})
         if self.first == "a copy of step 1":
             _ckptman("copy", world / ROOT, world / NEAR)
@@ -65,16 +63,16 @@ class Copying:
             save_versions(world / NEAR, {2: OTHER})
         save_versions(world / ROOT, {2: 2})
 
-    def act(self, world: Path, tell: Tell) -> None:
+    def act(self, world, tell):
         self._copy(world)
         tell("copied")
 
-    def judge(self, tally: Tally, world: Path, before: Path, told: list[str]) -> None:
+    def judge(self, tally, world, before, told):
         if not tally.check(_bytes(world / ROOT) == _bytes(before / ROOT), "lost", "the original was changed"):
             return
         held = _held(tally, world / NEAR)
-        old: Held = {"a copy of step 1": {1: 1}, "another step 2": {2: OTHER}}.get(self.first, {})
-        new: Held = {**old, 2: 2}
+        old = {"a copy of step 1": {1: 1}, "another step 2": {2: OTHER}}.get(self.first, {})
+        new = {**old, 2: 2}
         wanted = [new] if told else [old, new]
         if held is None or not tally.check(held in wanted, "lost", f"{held} is there, not one of {wanted}"):
             return
@@ -92,7 +90,7 @@ class Copying:
         if goes_on_as_a_run(tally, world / NEAR, sorted(new), versions, stay=(2,)):
             tally.survive()
 
-    def _copy(self, world: Path) -> None:
+    def _copy(self, world):
         _ckptman("copy", world / ROOT, world / NEAR, *self.options)
 
 
@@ -106,19 +104,19 @@ class Draining:
 
     way: Literal["copy", "tiers", "job"]
 
-    def before(self, world: Path) -> None:
+    def before(self, world):
         save_versions(world / ROOT, {1: 1})
         _ckptman("copy", world / ROOT, world / NEAR)
         save_versions(world / ROOT, {2: 2})
         if self.way == "job":
             save_versions(world / ROOT, {3: VERSIONS[3]})
 
-    def act(self, world: Path, tell: Tell) -> None:
+    def act(self, world, tell):
         if self.way == "job":
             self._work(world)
             tell("copied 1 2 3")
             return
-        state: State = content(0)
+        state = content(0)
         with self._run(world, state) as run:
             if run.restore() < 3:
                 self._save(world, run, state, 3)
@@ -127,7 +125,7 @@ class Draining:
         self._copy_all(world)
         tell("copied 1 2 3")
 
-    def judge(self, tally: Tally, world: Path, before: Path, told: list[str]) -> None:
+    def judge(self, tally, world, before, told):
         held = {name: _held(tally, world / name) for name in (ROOT, NEAR, FAR)}
         root, near, far = held[ROOT], held[NEAR], held[FAR]
         if root is None or near is None or far is None:
@@ -154,7 +152,7 @@ class Draining:
         if good and self._goes_on(tally, world, steps, newest):
             tally.survive()
 
-    def _goes_on(self, tally: Tally, world: Path, steps: list[int], last: int) -> bool:
+    def _goes_on(self, tally, world, steps, last):
         """The next run, which restores step `last`, or the next job, finishes what was begun, and leaves nothing."""
         try:
             with _strict():
@@ -187,12 +185,12 @@ class Draining:
         halves = [path.name for path in (world / ROOT).glob(".ckptman/*.tmp-*")]
         return tally.check(not halves, "other", f"in the end there are {halves}")
 
-    def _tiers(self, world: Path) -> list[ckptman.Tier]:
+    def _tiers(self, world):
         return [ckptman.Tier(world / NEAR), ckptman.Tier(world / FAR, retention=ckptman.KeepLast(1))]
 
     @contextmanager
-    def _run(self, world: Path, state: State) -> Iterator[ckptman.Checkpointer]:
-        options: dict[str, Any] = {"tiers": self._tiers(world)} if self.way == "tiers" else {}
+    def _run(self, world, state):
+        options = {"tiers": self._tiers(world)} if self.way == "tiers" else {}
         keep = ckptman.KeepLast(1)
         with (
             mock.patch("ckptman.session.run_session.Drainer", _DrainsHere),
@@ -200,7 +198,7 @@ class Draining:
         ):
             yield run
 
-    def _save(self, world: Path, run: ckptman.Checkpointer, state: State, step: int) -> None:
+    def _save(self, world, run, state, step):
         if self.way == "copy":
             self._copy_all(world)
         state.update(content(VERSIONS[step]))
@@ -208,13 +206,13 @@ class Draining:
         if self.way == "copy":
             self._copy_all(world)
 
-    def _copy_all(self, world: Path) -> None:
+    def _copy_all(self, world):
         if self.way == "copy":
             _ckptman("copy", world / ROOT, world / NEAR, "--all")
         else:
             _ckptman("drain", world / ROOT)
 
-    def _work(self, world: Path) -> None:
+    def _work(self, world):
         write_tiers(world / ROOT, self._tiers(world))
         _ckptman("drain", world / ROOT)
         _ckptman("prune", world / ROOT, "--keep-last", "1")
@@ -223,21 +221,21 @@ class Draining:
 class _DrainsHere:
     """A `Drainer` that copies in this process, so that the death of one is the death of both."""
 
-    def __init__(self, root: Path, journal: object) -> None:
+    def __init__(self, root, journal):
         self._root = root
 
-    def poke(self) -> None:
+    def poke(self):
         plan = drain.plan_drain(self._root, read_tiers(self._root))
         drain.prepare(self._root, plan)
         for each in drain.carry_out(self._root, plan, lambda task: contextlib.nullcontext(CopyOptions(threads=1))):
             if each.error is not None:
                 raise each.error
 
-    def close(self, *, finish: bool) -> None:
+    def close(self, *, finish):
         pass
 
 
-SCENES: dict[str, Scene] = {
+SCENES = {
     "copy: to a new root": Copying("nothing"),
     "copy: all, and one is there": Copying("a copy of step 1", ("--all",)),
     "copy: over another": Copying("another step 2", ("--overwrite",)),
@@ -247,7 +245,7 @@ SCENES: dict[str, Scene] = {
 }
 
 
-def _held(tally: Tally, root: Path) -> Held | None:
+def _held(tally, root):
     """What a root holds. None: something in it is neither whole nor invisible, and that is told."""
     try:
         return {step: loaded(tally, root, step) for step in sorted(holds(root))} if root.exists() else {}
@@ -256,7 +254,7 @@ def _held(tally: Tally, root: Path) -> Held | None:
         return None
 
 
-def _ckptman(*arguments: object) -> None:
+def _ckptman(*arguments):
     """Run a command in this process. Raises: RuntimeError with what it said, where it fails."""
     said = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
@@ -266,18 +264,18 @@ def _ckptman(*arguments: object) -> None:
 
 
 @contextmanager
-def _strict() -> Iterator[None]:
+def _strict():
     """No warnings; and a claim that a power cut tore is not watched for half a minute."""
     with warnings.catch_warnings(), impatient():
         warnings.simplefilter("error")
         yield
 
 
-def _bytes(folder: Path) -> dict[str, bytes]:
+def _bytes(folder):
     """Every file below, but what a root says of who is at work in it."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("lease-"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def _names(root: Path) -> list[str]:
+def _names(root):
     return sorted(path.name for path in root.iterdir() if path.name != ".ckptman") if root.exists() else []

@@ -12,7 +12,6 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,11 +19,10 @@ import ckptman
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.io.durable_files import Disk
-from tests.faults.deaths import CASE_SECONDS, Tell, die_everywhere, impatient
+from tests.faults.deaths import CASE_SECONDS, die_everywhere, impatient
 from tests.faults.limits import limit
 from tests.faults.powercut import LOSSES, Flushes, survive, watched
-from tests.faults.subject import State, blank, content, open_run, save_versions, version_of
-from tests.faults.tally import Tally
+from tests.faults.subject import blank, content, open_run, save_versions, version_of
 from tests.helpers.faulty_disk import WHEN, Death, FaultyDisk, faults, holds
 from tests.saving.test_commit_crash import SCENES, allowed, goes_on
 
@@ -32,11 +30,11 @@ from tests.saving.test_commit_crash import SCENES, allowed, goes_on
 class EveryDisk(FaultyDisk):
     """Counts the reservation of room too."""
 
-    def reserve(self, fd: int, size: int) -> None:
+    def reserve(self, fd, size):
         self._do("reserve", lambda: Disk.reserve(self, fd, size))
 
 
-def run(tally: Tally) -> None:
+def run(tally):
     """Every operation of every scene."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         for number, name in enumerate(SCENES):
@@ -48,7 +46,7 @@ def run(tally: Tally) -> None:
 # ---- the store ---------------------------------------------------------------------------------------------------
 
 
-def store_scene(tally: Tally, name: str, folder: Path) -> None:
+def store_scene(tally, name, folder):
     """Die before, in and after every operation of a scene of tests/saving/test_commit_crash.py."""
     before, act = SCENES[name]
     folder.mkdir()
@@ -77,7 +75,7 @@ def store_scene(tally: Tally, name: str, folder: Path) -> None:
             return
 
 
-def _operations(before: Callable[[Path], None], act: Callable[[Path, Disk], object], folder: Path) -> int:
+def _operations(before, act, folder):
     """How many there are."""
     root, disk = folder / "counted" / "root", EveryDisk()
     root.parent.mkdir()
@@ -86,7 +84,7 @@ def _operations(before: Callable[[Path], None], act: Callable[[Path, Disk], obje
     return len(disk.log)
 
 
-def _judge_store(tally: Tally, root: Path, allowed: list[dict[int, tuple[int, str]]]) -> None:
+def _judge_store(tally, root, allowed):
     try:
         state = holds(root) if root.exists() else {}
     except Exception as error:
@@ -117,18 +115,18 @@ class Story:
     prunes_only: bool = False
     spoilt: frozenset[int] = frozenset()
 
-    def before(self, world: Path) -> None:
+    def before(self, world):
         if self.there:
             save_versions(world / "root", self.there)
 
-    def act(self, world: Path, tell: Tell) -> None:
+    def act(self, world, tell):
         """The story, told line by line as it becomes durable."""
         root = world / "root"
         os.environ["CKPTMAN_IO_THREADS"] = "1"
         if self.prunes_only:
             execute(root, plan_prune(root, ckptman.KeepLast(self.keep)), "0123abcd-1") if root.exists() else None
             return
-        state: State = content(0)
+        state = content(0)
         with open_run(root, state, retention=ckptman.KeepLast(self.keep), **self.options) as run:
             run.restore()
             for step, version in self.saves:
@@ -140,7 +138,7 @@ class Story:
             for step, version in self.saves:
                 tell(f"{step} {version}")
 
-    def judge(self, tally: Tally, world: Path, before: Path, told: list[str]) -> None:
+    def judge(self, tally, world, before, told):
         root, durable = world / "root", [tuple(map(int, line.split())) for line in told]
         try:
             held = {step: sequence for step, (sequence, _) in holds(root).items()} if root.exists() else {}
@@ -165,9 +163,9 @@ class Story:
         if goes_on_as_a_run(tally, root, steps, versions, spoilt=self.spoilt):
             tally.survive()
 
-    def _versions(self, told: list[tuple[int, ...]]) -> dict[int, set[int]]:
+    def _versions(self, told):
         """Which versions each step may be."""
-        found: dict[int, set[int]] = {step: {version} for step, version in self.there.items()}
+        found = {step: {version} for step, version in self.there.items()}
         for step, version in self.saves:
             found.setdefault(step, set()).add(version)
         for step, version in told:
@@ -175,7 +173,7 @@ class Story:
         return found
 
 
-RUNS: dict[str, Story] = {
+RUNS = {
     "first save": Story({}, [(1, 11)], options={"async_save": False}),
     "save and prune": Story({1: 1, 2: 2}, [(3, 13)], options={"async_save": False}),
     "async saves and prunes": Story({1: 1, 2: 2}, [(3, 13), (4, 14)]),
@@ -185,7 +183,7 @@ RUNS: dict[str, Story] = {
 }
 
 
-def loaded(tally: Tally, root: Path, step: int) -> int | None:
+def loaded(tally, root, step):
     """The version that a step loads as."""
     state = blank()
     try:
@@ -195,14 +193,7 @@ def loaded(tally: Tally, root: Path, step: int) -> int | None:
     return version_of(state)
 
 
-def goes_on_as_a_run(
-    tally: Tally,
-    root: Path,
-    steps: list[int],
-    versions: dict[int, set[int]],
-    stay: tuple[int, ...] = (),
-    spoilt: Collection[int] = (),
-) -> bool:
+def goes_on_as_a_run(tally, root, steps, versions, stay=(), spoilt=()):
     """A run restores the newest that is not `spoilt`, saves, prunes, and leaves nothing behind but the steps that
     `stay`."""
     state = blank()
@@ -227,7 +218,7 @@ def goes_on_as_a_run(
     return tally.check(left == wanted, "other", f"after the next save there are {left}")
 
 
-def _left(root: Path) -> Iterator[str]:
+def _left(root):
     for path in root.iterdir():
         if path.name != ".ckptman":
             yield path.name

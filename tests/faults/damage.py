@@ -4,8 +4,6 @@ Each is refused before a value reaches what is being filled, or the error says t
 matter, and then what was loaded is bit for bit what was saved. `ckptman verify` finds every one of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
@@ -13,10 +11,9 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import combinations, permutations
 from pathlib import Path
-from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
@@ -26,8 +23,7 @@ from ckptman.errors import CorruptError
 from tests.faults.kills import fill, sharded
 from tests.faults.limits import limit
 from tests.faults.regions import draw, flip, regions_of
-from tests.faults.subject import State, blank, content, open_run, save_versions, untouched, version_of
-from tests.faults.tally import Tally
+from tests.faults.subject import blank, content, open_run, save_versions, untouched, version_of
 from tests.helpers.ranks import run_ranks
 
 CASE_SECONDS = 20.0
@@ -36,7 +32,7 @@ SCALE = 32
 OLD, NEW = "step-0000000001", "step-0000000002"
 
 
-def run_flips(tally: Tally) -> None:
+def run_flips(tally):
     """2,500 bits, evenly over all kinds of bytes of what one rank and what two ranks saved."""
     with subjects() as roots:
         for name, root in roots.items():
@@ -56,7 +52,7 @@ def run_flips(tally: Tally) -> None:
                 judge(tally, root, "ckptman.load", damaged=False)
 
 
-def run_files(tally: Tally) -> None:
+def run_files(tally):
     """Whole files: cut, grown, missing, replaced, swapped, from an older checkpoint."""
     with subjects() as roots:
         for name, root in roots.items():
@@ -74,7 +70,7 @@ def run_files(tally: Tally) -> None:
 
 
 @contextlib.contextmanager
-def subjects() -> Iterator[dict[str, Path]]:
+def subjects():
     """Roots with step 1 (version 1) and step 2 (version 2), saved by one rank and by two."""
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)  # it tells each error twice
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
@@ -84,7 +80,7 @@ def subjects() -> Iterator[dict[str, Path]]:
         yield {"one rank": one, "two ranks": two}
 
 
-def save_on_ranks(root: str) -> None:
+def save_on_ranks(root):
     """Both versions, the large tensor cut over the ranks."""
     state = sharded(blank(SCALE))
     with open_run(Path(root), state, async_save=False) as run:
@@ -93,7 +89,7 @@ def save_on_ranks(root: str) -> None:
             run.save(version)
 
 
-def _bytes_of(root: Path) -> dict[str, object]:
+def _bytes_of(root):
     paths = sorted((root / NEW).glob("*"))
     return {path.name: path.read_bytes() if path.is_file() and not path.is_symlink() else None for path in paths}
 
@@ -103,7 +99,7 @@ def _bytes_of(root: Path) -> dict[str, object]:
 Damage = Callable[[Path], None]
 
 
-def file_cases(root: Path, tally: Tally) -> Iterator[tuple[str, str, Damage]]:
+def file_cases(root, tally):
     """What is done, its kind, and a function that does it to a copy of the root."""
     names = sorted(path.name for path in (root / NEW).iterdir())
     for name in names:
@@ -132,24 +128,24 @@ def file_cases(root: Path, tally: Tally) -> Iterator[tuple[str, str, Damage]]:
             yield f"the older {one} as {other}", "old file", _copy(f"../{OLD}/{one}", other)
 
 
-def _to(name: str, work: Callable[..., Any], *arguments: Any) -> Damage:
+def _to(name, work, *arguments):
     return lambda root: work(root / NEW / name, *arguments)
 
 
-def _old(names: list[str]) -> Damage:
-    def damage(root: Path) -> None:
+def _old(names):
+    def damage(root):
         for name in names:
             shutil.copyfile(root / OLD / name, root / NEW / name)
 
     return damage
 
 
-def _copy(source: str, target: str) -> Damage:
+def _copy(source, target):
     return lambda root: shutil.copyfile(root / NEW / source, root / NEW / target) and None
 
 
-def _swap(pairs: list[tuple[str, str]]) -> Damage:
-    def damage(root: Path) -> None:
+def _swap(pairs):
+    def damage(root):
         for one, other in pairs:
             paths = root / NEW / one, root / NEW / other
             first, second = paths[0].read_bytes(), paths[1].read_bytes()
@@ -159,42 +155,42 @@ def _swap(pairs: list[tuple[str, str]]) -> Damage:
     return damage
 
 
-def _resize(path: Path, length: int) -> None:
+def _resize(path, length):
     os.truncate(path, length)
 
 
-def _zero(path: Path) -> None:
+def _zero(path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def _folder(path: Path) -> None:
+def _folder(path):
     path.unlink()
     path.mkdir()
 
 
-def _link(path: Path) -> None:
+def _link(path):
     """To the very same bytes, outside of the root."""
     elsewhere = path.parents[2] / f"elsewhere-{path.name}"
     shutil.move(path, elsewhere)
     path.symlink_to(elsewhere)
 
 
-def _dangling(path: Path) -> None:
+def _dangling(path):
     path.unlink()
     path.symlink_to("nowhere")
 
 
-def _pipe(path: Path) -> None:
+def _pipe(path):
     path.unlink()
     os.mkfifo(path)
 
 
-def _device(path: Path) -> None:
+def _device(path):
     path.unlink()
     path.symlink_to("/dev/zero")
 
 
-REPLACEMENTS: dict[str, Damage] = {
+REPLACEMENTS = {
     "a folder": _folder,
     "a link to the same bytes": _link,
     "a link to nothing": _dangling,
@@ -208,7 +204,7 @@ REPLACEMENTS: dict[str, Damage] = {
 READERS = ("ckptman.load", "StorageReader", "restore")
 
 
-def judge(tally: Tally, root: Path, reader: str, damaged: bool = True) -> None:
+def judge(tally, root, reader, damaged=True):
     """Load and verify what was damaged in step 2 of a root."""
     state = blank(SCALE)
     loads = {"ckptman.load": _by_load, "StorageReader": _by_reader, "restore": _by_restore}
@@ -231,11 +227,11 @@ def judge(tally: Tally, root: Path, reader: str, damaged: bool = True) -> None:
         tally.check(code == 0, "other", f"ckptman verify ends with {code}: {text}")
 
 
-def _by_load(state: State, root: Path) -> None:
+def _by_load(state, root):
     ckptman.load(state, root / NEW)
 
 
-def _by_reader(state: State, root: Path) -> None:
+def _by_reader(state, root):
     """Tensors alone: what DCP is given has to have all names at once."""
     values = {name: state.pop(name) for name in ("plain", "text")}
     try:
@@ -249,7 +245,7 @@ def _by_reader(state: State, root: Path) -> None:
     state.update({name: content(2, SCALE)[name] for name in values})
 
 
-def _by_restore(state: State, root: Path) -> int:
+def _by_restore(state, root):
     """A run goes back to step 1 with a warning; the version that it has to have now."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -261,15 +257,15 @@ def _by_restore(state: State, root: Path) -> int:
     return start
 
 
-def unwrapped(error: BaseException) -> Exception:
+def unwrapped(error):
     """What DCP has wrapped: on each rank it raises the errors of all, and keeps of some no more than the text."""
-    first = next(iter(error.failures.values()))[0]  # type: ignore[attr-defined]
+    first = next(iter(error.failures.values()))[0]
     if isinstance(first, AssertionError) and "metadata read failed: " in str(first):
         return CorruptError(str(first))
     return first if isinstance(first, Exception) else RuntimeError(str(first))
 
 
-def verified(folder: Path) -> tuple[int, str]:
+def verified(folder):
     """The exit code of `ckptman verify`, and all that it says."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

@@ -6,26 +6,24 @@ comes to its end, and the power is cut only then: what a killed process did and 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 from unittest import mock
 
 from ckptman.catalog import writer_lock
-from tests.faults.limits import Ended, in_child, limit
-from tests.faults.powercut import LOSSES, Flushes, Loss, survive, watched
-from tests.faults.tally import Tally
+from tests.faults.limits import in_child, limit
+from tests.faults.powercut import LOSSES, Flushes, survive, watched
 from tests.faults.tap import DEAD, Tap
 
 CASE_SECONDS = 30.0
 PATIENCE_SECONDS = 1.0
 """How long a claim is watched that was torn: nobody touches it here, and 30 s would tell no more."""
-AFTER_A_KILL: tuple[Loss, ...] = ("everything", "some")
+AFTER_A_KILL = ("everything", "some")
 Tell = Callable[[str], None]
 """Called by a scene with one line, once what that says is durable."""
 
@@ -33,13 +31,13 @@ Tell = Callable[[str], None]
 class Scene(Protocol):
     """What happens in a world, and what has to be there afterwards. A world is a folder that holds roots."""
 
-    def before(self, world: Path) -> None:
+    def before(self, world):
         """Fill a new world with what is there before."""
 
-    def act(self, world: Path, tell: Tell) -> None:
+    def act(self, world, tell):
         """Change it. Called in a process of its own."""
 
-    def judge(self, tally: Tally, world: Path, before: Path, told: list[str]) -> None:
+    def judge(self, tally, world, before, told):
         """Look at what is left of a world: either it fails the tally or survives. `before`: what it was like."""
 
 
@@ -51,32 +49,30 @@ class _Case:
     before: Path
 
     @property
-    def world(self) -> Path:
+    def world(self):
         return self.folder / "world"
 
     @property
-    def dead(self) -> Path:
+    def dead(self):
         """The world that died, out of the way."""
         return self.folder / "dead"
 
     @property
-    def memory(self) -> Path:
+    def memory(self):
         return self.folder / "memory"
 
-    def tell(self, line: str) -> None:
+    def tell(self, line):
         told = os.open(self.folder / "told", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(told, f"{line}\n".encode())
         os.close(told)
 
     @property
-    def told(self) -> list[str]:
+    def told(self):
         path = self.folder / "told"
         return path.read_text().splitlines() if path.exists() else []
 
 
-def die_everywhere(
-    tally: Tally, name: str, scene: Scene, folder: Path, *, again: bool = False, losses: Sequence[Loss] = LOSSES
-) -> None:
+def die_everywhere(tally, name, scene, folder, *, again=False, losses=LOSSES):
     """End a scene at every change of a file, and once in the middle of each of its writes.
 
     `again`: then play it once more to its end, too, before the power is cut. Of what is lost at once there are then
@@ -98,13 +94,13 @@ def die_everywhere(
                 return
 
 
-def _rehearse(scene: Scene, before: Path, folder: Path) -> tuple[int, list[int]]:
+def _rehearse(scene, before, folder):
     """About how many changes a scene makes, and which of them write: threads do not always make them in one order."""
     folder.mkdir()
     case = _Case(folder, before)
     shutil.copytree(before, case.world)
 
-    def act() -> tuple[int, list[int]]:
+    def act():
         tap = Tap(case.world, -1)
         tap.install()
         scene.act(case.world, case.tell)
@@ -116,16 +112,7 @@ def _rehearse(scene: Scene, before: Path, folder: Path) -> tuple[int, list[int]]
     return count, writes
 
 
-def _one_death(
-    tally: Tally,
-    name: str,
-    scene: Scene,
-    case: _Case,
-    number: int,
-    half: bool,
-    again: bool,
-    losses: Sequence[Loss],
-) -> bool:
+def _one_death(tally, name, scene, case, number, half, again, losses):
     """Whether the process died; the scene may have ended before that number."""
     case.folder.mkdir()
     shutil.copytree(case.before, case.world)
@@ -146,8 +133,8 @@ def _one_death(
     return died
 
 
-def _play(scene: Scene, case: _Case, tap: Tap | None) -> Ended:
-    def act() -> None:
+def _play(scene, case, tap):
+    def act():
         with watched(Flushes(case.world, case.memory)):
             if tap is not None:
                 tap.install()
@@ -157,16 +144,16 @@ def _play(scene: Scene, case: _Case, tap: Tap | None) -> Ended:
         return in_child(act, CASE_SECONDS)
 
 
-def impatient() -> contextlib.AbstractContextManager[object]:
+def impatient():
     """Inside, a torn claim is watched for a second."""
     return mock.patch.object(writer_lock, "PATIENCE_SECONDS", PATIENCE_SECONDS)
 
 
-def _complain(tally: Tally, what: str, end: Ended) -> None:
+def _complain(tally, what, end):
     tally.fail("hang" if end.hung else "other", f"{what}: the scene itself failed: {end.error or end.said}")
 
 
-def _cut_the_power(tally: Tally, name: str, scene: Scene, case: _Case, title: str, losses: Sequence[Loss]) -> None:
+def _cut_the_power(tally, name, scene, case, title, losses):
     case.world.rename(case.dead)
     for loss in losses:
         with tally.fault(f"{title}, losing {loss}", name), limit(CASE_SECONDS):

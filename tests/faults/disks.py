@@ -4,37 +4,32 @@ A save that fails says so as CommitError, leaves nothing of itself and harms no 
 works as soon as the disk does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
 import tempfile
 import warnings
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 import ckptman
 from ckptman.format.paths import step_folder
 from tests.faults import mounts
-from tests.faults.limits import Ended, in_child
+from tests.faults.limits import in_child
 from tests.faults.mounts import NoMount, ext4, read_only, tmpfs
 from tests.faults.reads import READS, cli, judge_read
-from tests.faults.subject import State, blank, content, open_run, save_versions, version_of
-from tests.faults.tally import Tally
+from tests.faults.subject import blank, content, open_run, save_versions, version_of
 from tests.helpers.faulty_disk import holds
 
 CASE_SECONDS = 60.0
 NOBODY = 54321
 """A user who owns nothing else: root is bound by no permission and no quota."""
 _BALLAST_BYTES = 16 * 1024
-WAYS: dict[str, dict[str, Any]] = {"sync": {"async_save": False}, "async": {}}
+WAYS = {"sync": {"async_save": False}, "async": {}}
 
 
-def run(tally: Tally) -> None:
+def run(tally):
     """Real mounts where this user may mount, limits of the kernel, permissions."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         home = Path(folder)
@@ -52,12 +47,10 @@ def run(tally: Tally) -> None:
 # ---- saves -------------------------------------------------------------------------------------------------------
 
 
-def fail_and_go_on(
-    root: Path, way: str, break_it: Callable[[], object], mend_it: Callable[[], object], **options: Any
-) -> dict[str, Any]:
+def fail_and_go_on(root, way, break_it, mend_it, **options):
     """Save step 1, break the disk, try step 2, mend it, save step 3. What came of it; what went wrong is raised."""
-    state: State = content(1)
-    error: ckptman.CkptmanError | None = None
+    state = content(1)
+    error = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with open_run(root, state, **WAYS[way], **options) as run:
@@ -78,7 +71,7 @@ def fail_and_go_on(
     return {"error": error, "left": left, "held": sorted(holds(root)), "warned": [str(each.message) for each in caught]}
 
 
-def judge_save(tally: Tally, root: Path, end: Ended, must_say: str | None = None) -> None:
+def judge_save(tally, root, end, must_say=None):
     """What `fail_and_go_on` gave, and what is on disk afterwards."""
     if end.hung:
         tally.fail("hang", f"longer than {CASE_SECONDS} s")
@@ -107,14 +100,14 @@ def judge_save(tally: Tally, root: Path, end: Ended, must_say: str | None = None
         tally.check(version_of(state) == step, "wrong", f"step {step} holds something else")
 
 
-def full_disk(tally: Tally, home: Path) -> None:
+def full_disk(tally, home):
     """A file system of 2 MiB with less and less room."""
     for way in WAYS:
         for room in (0, 4, 8, 16, 24, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 256):
             with tmpfs(home / "mount", "size=2m") as mount, tally.fault(f"{room} KiB of room, {way}", "full disk"):
                 root, ballast = mount / "root", mount / "ballast"
 
-                def fill(ballast: Path = ballast, room: int = room) -> None:
+                def fill(ballast=ballast, room=room):
                     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
                         while file.write(bytes(4096)):
                             pass
@@ -127,7 +120,7 @@ def full_disk(tally: Tally, home: Path) -> None:
                 judge_save(tally, root, end, "No space left")
 
 
-def quota(tally: Tally, home: Path) -> None:
+def quota(tally, home):
     """A user whose quota is used up by something else."""
     for way in WAYS:
         for room in (0, 16, 32, 64, 96, 128, 160, 192, 256, 320):
@@ -138,7 +131,7 @@ def quota(tally: Tally, home: Path) -> None:
                 root, ballast = mount / "root", mount / "ballast"
 
                 # Files, because btrfs lets nobody who has used up his quota cut one short.
-                def fill(ballast: Path = ballast, room: int = room) -> None:
+                def fill(ballast=ballast, room=room):
                     ballast.mkdir()
                     with contextlib.suppress(OSError):
                         for number in count():
@@ -148,7 +141,7 @@ def quota(tally: Tally, home: Path) -> None:
                         (ballast / str(number)).unlink()
                     os.sync()  # until then btrfs counts what was removed
 
-                def free(ballast: Path = ballast) -> None:
+                def free(ballast=ballast):
                     rmtree(ballast)
                     os.sync()
 
@@ -160,7 +153,7 @@ def quota(tally: Tally, home: Path) -> None:
                 judge_save(tally, root, end, "Disk quota exceeded")
 
 
-def file_limit(tally: Tally, home: Path, steps: int) -> None:
+def file_limit(tally, home, steps):
     """No file may grow over a size: the kernel refuses, as it does with some quotas."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     for number in range(steps):
@@ -181,7 +174,7 @@ def file_limit(tally: Tally, home: Path, steps: int) -> None:
                 rmtree(root)
 
 
-def mounted_read_only(tally: Tally, home: Path) -> None:
+def mounted_read_only(tally, home):
     """Remounted read-only between two saves without a run around them, and while there is none."""
     with tmpfs(home / "mount", "size=8m") as mount:
         ckptman.save(content(1), mount / "root" / step_folder(1))
@@ -200,7 +193,7 @@ def mounted_read_only(tally: Tally, home: Path) -> None:
             tally.survive()
 
 
-def broken_ext4(tally: Tally, home: Path) -> None:
+def broken_ext4(tally, home):
     """An ext4 that finds an error in itself, in the middle of a run, and goes read-only, as it does on a bad disk."""
     for way in WAYS:
         with (
@@ -211,8 +204,8 @@ def broken_ext4(tally: Tally, home: Path) -> None:
             if not trigger.exists():
                 raise NoMount("this kernel lets nobody trigger an ext4 error")
 
-            def one_save(mount: Path = mount, way: str = way, trigger: Path = trigger) -> str:
-                state: State = content(1)
+            def one_save(mount=mount, way=way, trigger=trigger):
+                state = content(1)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     try:
@@ -238,7 +231,7 @@ def broken_ext4(tally: Tally, home: Path) -> None:
             tally.check(version_of(state) == 1, "lost", "step 1 is not what it was")
 
 
-def permissions(tally: Tally, home: Path) -> None:
+def permissions(tally, home):
     """Permissions that are lost, for a user who is bound by them."""
     if os.getuid():
         tally.skip("permissions: needs root, to become another user")
@@ -265,13 +258,13 @@ def permissions(tally: Tally, home: Path) -> None:
         path.chmod(mode)
 
 
-def _own(path: Path) -> Path:
+def _own(path):
     path.mkdir()
     os.chown(path, NOBODY, NOBODY)
     return path
 
 
-def _refused(tally: Tally, work: Callable[[], object], must_say: str) -> None:
+def _refused(tally, work, must_say):
     try:
         work()
     except ckptman.CkptmanError as error:
@@ -281,7 +274,7 @@ def _refused(tally: Tally, work: Callable[[], object], must_say: str) -> None:
         tally.fail("wrong", "it did not fail")
 
 
-def _verb(tally: Tally, arguments: list[str], codes: tuple[int, ...]) -> None:
+def _verb(tally, arguments, codes):
     said = cli(arguments[0], *arguments[2:])(Path(arguments[1]))
     code, _, text = said.partition(" ")
     tally.check(int(code) in codes, "other", f"exit code {code}: {text}")

@@ -3,20 +3,15 @@
 `fuzz_atheris` does the same guided by coverage, where atheris is installed.
 """
 
-from __future__ import annotations
-
 import json
-import random
 import traceback
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as some
 
-from tests.faults.fuzz_targets import REFUSALS, TARGETS, Stage, Target, seeds_of, stage
+from tests.faults.fuzz_targets import REFUSALS, TARGETS, seeds_of, stage
 from tests.faults.limits import in_child, limit
 from tests.faults.tally import Tally
 
@@ -42,7 +37,7 @@ INTERESTING = (
 )
 
 
-def run(tally: Tally) -> None:
+def run(tally):
     """Every target, in a process with little memory."""
     for name in TARGETS:
         end = in_child(partial(_fuzz, name, tally.seed, tally.count(1500)), PART_SECONDS, MEMORY_BYTES)
@@ -59,7 +54,7 @@ def run(tally: Tally) -> None:
         tally.parts[name] += other.injected
 
 
-def _fuzz(name: str, number: int, count: int) -> dict[str, Any]:
+def _fuzz(name, number, count):
     tally = Tally(f"fuzz {name}", number)
     with stage() as there:
         seeds = seeds_of(there)[name]
@@ -74,7 +69,7 @@ def _fuzz(name: str, number: int, count: int) -> dict[str, Any]:
     return tally.as_dict()
 
 
-def one(tally: Tally, there: Stage, target: Target, data: bytes, what: str) -> None:
+def one(tally, there, target, data, what):
     """One input. What is neither taken nor refused is told with the bytes that did it."""
     with tally.fault(f"{what}: {data[:200]!r}"), limit(SECONDS):
         try:
@@ -90,7 +85,7 @@ def one(tally: Tally, there: Stage, target: Target, data: bytes, what: str) -> N
             tally.survive()
 
 
-def by_hypothesis(tally: Tally, there: Stage, target: Target, good: bytes, count: int) -> None:
+def by_hypothesis(tally, there, target, good, count):
     """JSON of any form, and good JSON with a part of any form."""
     is_open = target is TARGETS["manifest"]  # its last field, the digest, is added by the target
     known = json.loads(good + b"\n}" if is_open else good)
@@ -104,7 +99,7 @@ def by_hypothesis(tally: Tally, there: Stage, target: Target, good: bytes, count
         suppress_health_check=list(HealthCheck),
     )
     @given(data=some.data())
-    def any_json(data: Any) -> None:
+    def any_json(data):
         made = data.draw(JSON) if not isinstance(known, dict) else replaced(known, data.draw)
         text = json.dumps(made).encode()
         one(tally, there, target, text[:-1] if is_open else text, "hypothesis")
@@ -112,10 +107,10 @@ def by_hypothesis(tally: Tally, there: Stage, target: Target, good: bytes, count
     any_json()
 
 
-def replaced(known: dict[str, Any], draw: Callable[[Any], Any]) -> Any:
+def replaced(known, draw):
     """A copy of good JSON in which one part, however deep, is another."""
     made = json.loads(json.dumps(known))
-    here: Any = made
+    here = made
     while True:
         keys = list(here) if isinstance(here, dict) else list(range(len(here)))
         if not keys:
@@ -148,7 +143,7 @@ JSON = some.recursive(
 # ---- changed bytes -----------------------------------------------------------------------------------------------
 
 
-def change(data: bytes, dice: random.Random, is_json: bool) -> bytes:
+def change(data, dice, is_json):
     """Good bytes, changed in one to four ways."""
     made = bytearray(data)
     for _ in range(dice.randint(1, 4)):
@@ -157,35 +152,35 @@ def change(data: bytes, dice: random.Random, is_json: bool) -> bytes:
     return bytes(made[: 1 << 20])
 
 
-def _flip(data: bytearray, dice: random.Random) -> None:
+def _flip(data, dice):
     if data:
         data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
 
 
-def _byte(data: bytearray, dice: random.Random) -> None:
+def _byte(data, dice):
     if data:
         data[dice.randrange(len(data))] = dice.choice([0, 1, 0x7F, 0x80, 0xFF, dice.randrange(256)])
 
 
-def _number(data: bytearray, dice: random.Random) -> None:
+def _number(data, dice):
     size = dice.choice([1, 2, 4, 8])
     at = dice.randrange(max(1, len(data) - size))
     value = dice.choice([0, 1, -1, 2 ** (8 * size - 1) - 1, -(2 ** (8 * size - 1)), dice.randrange(256) % 128])
     data[at : at + size] = value.to_bytes(size, "little", signed=True)
 
 
-def _cut(data: bytearray, dice: random.Random) -> None:
+def _cut(data, dice):
     low, high = sorted(dice.randrange(len(data) + 1) for _ in range(2))
     del data[low : min(high, low + dice.choice([1, 8, 64, 1 << 20]))]
 
 
-def _insert(data: bytearray, dice: random.Random) -> None:
+def _insert(data, dice):
     at = dice.randrange(len(data) + 1)
     low = dice.randrange(len(data) + 1)
     data[at:at] = dice.choice([dice.choice(INTERESTING), bytes(data[low : low + dice.choice([1, 8, 64])])])
 
 
-def _digits(data: bytearray, dice: random.Random) -> None:
+def _digits(data, dice):
     """Another number, list or text in the place of one of a JSON text."""
     places = list(_tokens(data))
     if places:
@@ -195,7 +190,7 @@ def _digits(data: bytearray, dice: random.Random) -> None:
         )
 
 
-def _tokens(data: bytearray) -> Iterator[tuple[int, int]]:
+def _tokens(data):
     low = None
     for at, byte in enumerate(data):
         if byte in b"0123456789.-":

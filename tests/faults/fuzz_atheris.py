@@ -5,15 +5,13 @@ reach something new are put into FOLDER; what of it is worth keeping goes into `
 campaign from then on.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path
 
 
-def main(arguments: list[str]) -> None:
-    import atheris  # type: ignore[import-not-found,unused-ignore]
+def main(arguments):
+    import atheris
 
     with atheris.instrument_imports(include=["ckptman", "zipfile", "pickle", "json"]):
         from tests.faults.fuzz_targets import REFUSALS, TARGETS, Stage, seeds_of
@@ -25,7 +23,7 @@ def main(arguments: list[str]) -> None:
         for number, data in enumerate(seeds_of(there)[name]):
             (seeds / str(number)).write_bytes(data)
 
-        def one(data: bytes) -> None:
+        def one(data):
             try:
                 TARGETS[name](there, data)
             except REFUSALS:

@@ -4,14 +4,12 @@ Each target is a function of a `Stage`, a folder with one good checkpoint in it,
 place of one of its files, with every digest that could give them away made right.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,7 +37,7 @@ REFUSALS = (CorruptError, FormatVersionError)
 class Stage:
     """A root with a good checkpoint of ours, and one of plain DCP beside it."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home):
         self.root = home / "root"
         save_versions(self.root, {1: 1})
         self.ours = self.root / "step-0000000001"
@@ -50,7 +48,7 @@ class Stage:
         self.manifest = read_manifest(self.ours)
         self.good = {path.name: path.read_bytes() for path in self.ours.iterdir()}
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name, data):
         """Put bytes in place of a file of our checkpoint, and let the manifest vouch for them."""
         (self.ours / name).write_bytes(data)
         record = FileRecord(bytes=len(data), digest=digest_bytes(data))
@@ -59,19 +57,19 @@ class Stage:
 
 
 @contextmanager
-def stage() -> Iterator[Stage]:
+def stage():
     """A stage in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         yield Stage(Path(folder))
 
 
-def bare_manifest(there: Stage, data: bytes) -> None:
+def bare_manifest(there, data):
     """Any bytes for a manifest: only one that vouches for itself is taken."""
     (there.ours / "manifest.json").write_bytes(data)
     read_manifest(there.ours)
 
 
-def manifest(there: Stage, data: bytes) -> None:
+def manifest(there, data):
     """These bytes, sealed with the digest that a manifest has to end with."""
     seal = b',\n "digest": "%s"\n}\n' % xxh3_128_hexdigest(data).encode()
     (there.ours / "manifest.json").write_bytes(data + seal)
@@ -79,7 +77,7 @@ def manifest(there: Stage, data: bytes) -> None:
     assert all("/" not in name for name in found.files)
 
 
-def _read_all(there: Stage) -> None:
+def _read_all(there):
     """Everything that a load and a look at a checkpoint read of its description."""
     saved = SavedState.read(there.ours)
     for name in saved.index.tensors:
@@ -90,22 +88,22 @@ def _read_all(there: Stage) -> None:
         resolve(value)
 
 
-def index(there: Stage, data: bytes) -> None:
+def index(there, data):
     there.put("index.json", data)
     _read_all(there)
 
 
-def chunk_table(there: Stage, data: bytes) -> None:
+def chunk_table(there, data):
     there.put("chunks.bin", data)
     _read_all(there)
 
 
-def values(there: Stage, data: bytes) -> None:
+def values(there, data):
     there.put("values-00000.json", data)
     _read_all(there)
 
 
-def plain_value(there: Stage, data: bytes) -> None:
+def plain_value(there, data):
     """An encoded value: what comes back can be encoded again, and comes back the same."""
     try:
         value = decode(json.loads(data))
@@ -115,37 +113,37 @@ def plain_value(there: Stage, data: bytes) -> None:
     assert json.dumps(encode(decode(again), "value", _reference)) == json.dumps(again)
 
 
-def _reference(value: object, _: str) -> object:
+def _reference(value, _):
     return tensor_ref(value.name) if isinstance(value, TensorRef) else None
 
 
-def verified(there: Stage, data: bytes) -> None:
+def verified(there, data):
     (there.ours / VERIFIED).write_bytes(data)
     note = read_verified(there.ours, there.manifest)
     assert note is None or note.manifest_digest
 
 
-def owner(there: Stage, data: bytes) -> None:
+def owner(there, data):
     for path in (there.root / ".ckptman").glob("owner-*.json"):
         path.unlink()
     (there.root / ".ckptman" / "owner-000007.json").write_bytes(data)
     read_owner(there.root)
 
 
-def journal(there: Stage, data: bytes) -> None:
+def journal(there, data):
     path = there.root / ".ckptman" / "journal.jsonl"
     path.write_bytes(data)
     events, torn = read_journal(path)
     assert len(events) + torn <= data.count(b"\n") + 1
 
 
-def outcome(there: Stage, data: bytes) -> None:
+def outcome(there, data):
     path = there.root / ".ckptman" / "outcome.json"
     path.write_bytes(data)
     read_outcome(path)
 
 
-def metadata(there: Stage, data: bytes) -> None:
+def metadata(there, data):
     """torch's description of a checkpoint, and all that is made of it."""
     (there.theirs / ".metadata").write_bytes(data)
     saved = SavedState.read(there.theirs)
@@ -156,7 +154,7 @@ def metadata(there: Stage, data: bytes) -> None:
         resolve(value)
 
 
-def container(there: Stage, data: bytes) -> None:
+def container(there, data):
     """A file of torch.save: a value, and the place of a payload."""
     place = payload_of(io.BytesIO(data), torch.float32, (4, 4))
     assert place is None or 0 <= place <= len(data) - 64
@@ -164,11 +162,11 @@ def container(there: Stage, data: bytes) -> None:
 
 
 class _Nothing(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> type:
+    def find_class(self, module, name):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def instructions(there: Stage, data: bytes) -> None:
+def instructions(there, data):
     """What `check_pickle` lets pass does no harm to an unpickler that gives no class away: no memory, no time."""
     try:
         check_pickle(data)
@@ -183,7 +181,7 @@ def instructions(there: Stage, data: bytes) -> None:
 
 
 Target = Callable[[Stage, bytes], None]
-TARGETS: dict[str, Target] = {
+TARGETS = {
     each.__name__: each
     for each in (
         *(
@@ -205,7 +203,7 @@ TARGETS: dict[str, Target] = {
 }
 
 
-def seeds_of(there: Stage) -> dict[str, list[bytes]]:
+def seeds_of(there):
     """Good bytes for each target, to be changed from."""
     saved = io.BytesIO()
     torch.save(torch.zeros(4, 4), saved)
@@ -231,7 +229,7 @@ def seeds_of(there: Stage) -> dict[str, list[bytes]]:
     return found
 
 
-def _verified(there: Stage) -> bytes:
+def _verified(there):
     from ckptman.catalog.verified import identify, note_verified
     from ckptman.io.durable_files import DISK
 
@@ -242,7 +240,7 @@ def _verified(there: Stage) -> bytes:
     return data
 
 
-_VALUES: list[object] = [
+_VALUES = [
     [1, 2.5, None, True, "text", (1, (2,)), {"a": {3: 4}}, {5, 6}, frozenset([7]), b"raw", 2**70, 1 - 2j],
     {"x": float("nan"), "y": [float("inf")], 3: bytearray(b"z")},
 ]

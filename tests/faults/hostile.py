@@ -4,8 +4,6 @@ Nothing in them runs, no memory beyond what a checkpoint of that size may take, 
 removed, no character of theirs reaches the terminal that it would obey.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -15,9 +13,7 @@ import sys
 import tempfile
 import unicodedata
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
@@ -26,9 +22,8 @@ from ckptman.cli.app import main
 from tests.faults import hostile_foreign, hostile_ours
 from tests.faults.damage import unwrapped
 from tests.faults.hostile_pickles import CANARY
-from tests.faults.limits import Ended, in_child
+from tests.faults.limits import in_child
 from tests.faults.subject import blank, content, open_run
-from tests.faults.tally import Tally
 
 SECONDS = 15.0
 SLOW_DISK = 256 * 2**20
@@ -40,7 +35,7 @@ CODES = {0, 3, 4, 7, 9, 10}
 OPENED_OUTSIDE = 99
 
 
-def run(tally: Tally) -> None:
+def run(tally):
     """Every hostile checkpoint, looked at in every way."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         home = Path(folder)
@@ -58,7 +53,7 @@ def run(tally: Tally) -> None:
             _try(tally, home, f"plain DCP: {name}", lambda root: _put(plain, root) and make(root / "plain"))  # noqa: B023
 
 
-def canary_sings(tally: Tally, home: Path) -> None:
+def canary_sings(tally, home):
     """A test of the test: plain pickle does run what is in them."""
     from tests.faults.hostile_pickles import COMMANDS
 
@@ -71,20 +66,20 @@ def canary_sings(tally: Tally, home: Path) -> None:
     tally.survive()
 
 
-def _copied(base: Path, root: Path) -> bool:
+def _copied(base, root):
     """Two good checkpoints around a folder that is made hostile: steps 6, 7, 8."""
     root.mkdir()
     shutil.copytree(base, root / base.name)
     return True
 
 
-def _put(plain: Path, root: Path) -> bool:
+def _put(plain, root):
     root.mkdir()
     shutil.copytree(plain, root / "plain")
     return True
 
 
-def _try(tally: Tally, home: Path, name: str, make: Callable[[Path], object]) -> None:
+def _try(tally, home, name, make):
     root, canary, outside = home / "case", home / "canary", home / "outside"
     os.environ[CANARY] = str(canary)
     outside.mkdir()
@@ -113,11 +108,11 @@ def _try(tally: Tally, home: Path, name: str, make: Callable[[Path], object]) ->
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _watched(work: Callable[[Path, Path], Any], root: Path, target: Path, outside: Path) -> tuple[int, str]:
+def _watched(work, root, target, outside):
     """What it answers, or that it opened something outside of the root. In a process of its own."""
-    opened: list[str] = []
+    opened = []
 
-    def see(event: str, arguments: tuple[Any, ...]) -> None:
+    def see(event, arguments):
         if event != "open" or not isinstance(arguments[0], (str, bytes)):
             return
         path, flags = os.fsdecode(arguments[0]), arguments[2]
@@ -127,18 +122,18 @@ def _watched(work: Callable[[Path, Path], Any], root: Path, target: Path, outsid
 
     sys.addaudithook(see)
     try:
-        answer: tuple[int, str] = work(root, target)
+        answer = work(root, target)
     except Exception:
         if not opened:
             raise
     return (OPENED_OUTSIDE, " ".join(opened)) if opened else answer
 
 
-def _contents(folder: Path) -> dict[str, str]:
+def _contents(folder):
     return {path.name: path.read_text() for path in sorted(folder.iterdir())}
 
 
-def judge(tally: Tally, end: Ended, seconds: float = SECONDS) -> None:
+def judge(tally, end, seconds=SECONDS):
     """Refused in order, or shown in order."""
     if end.hung:
         tally.fail("hang", f"longer than {seconds:.0f} s; it said {end.said[-300:]!r}")
@@ -163,7 +158,7 @@ def judge(tally: Tally, end: Ended, seconds: float = SECONDS) -> None:
         tally.survive()
 
 
-def unsafe(text: str) -> str | None:
+def unsafe(text):
     """The first character that a terminal would obey, or that changes the direction of text."""
     for each in text:
         if each in "\n\t":
@@ -179,12 +174,12 @@ _BIDI = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 # ---- ways to look at a checkpoint --------------------------------------------------------------------------------
 
 
-def _load(root: Path, target: Path) -> tuple[int, str]:
+def _load(root, target):
     ckptman.load(blank(), target)
     return 0, ""
 
 
-def _read(root: Path, target: Path) -> tuple[int, str]:
+def _read(root, target):
     try:
         dcp.load(blank(), storage_reader=ckptman.StorageReader(target), no_dist=True)
     except dcp.api.CheckpointException as error:
@@ -194,7 +189,7 @@ def _read(root: Path, target: Path) -> tuple[int, str]:
     return 0, ""
 
 
-def _restore(root: Path, target: Path) -> tuple[int, str]:
+def _restore(root, target):
     """By a run: in the root itself, or as a new one that starts from it."""
     where = root if target.name.startswith("step") else root.with_name("restored")
     try:
@@ -206,8 +201,8 @@ def _restore(root: Path, target: Path) -> tuple[int, str]:
     return 0, "\n".join(re.sub("[\n\x1b]", "?", str(each.message)) for each in caught)
 
 
-def _cli(*arguments: str) -> Callable[[Path, Path], tuple[int, str]]:
-    def work(root: Path, target: Path) -> tuple[int, str]:
+def _cli(*arguments):
+    def work(root, target):
         said = io.StringIO()
         names = {"ROOT": str(root), "PATH": str(target)}
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -217,7 +212,7 @@ def _cli(*arguments: str) -> Callable[[Path, Path], tuple[int, str]]:
     return work
 
 
-WAYS: dict[str, Callable[[Path, Path], Any]] = {
+WAYS = {
     "load": _load,
     "show": _cli("show", "PATH"),
     "prune": _cli("prune", "ROOT", "--keep-last", "1"),

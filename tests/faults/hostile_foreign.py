@@ -1,7 +1,5 @@
 """Checkpoints as plain DCP writes them that do harm: their description is a pickle, and so is every plain value."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os
@@ -26,14 +24,14 @@ DATA = "__0_0.distcp"
 Make = Callable[[Path], Any]
 
 
-def _metadata(data: bytes) -> Make:
+def _metadata(data):
     return lambda folder: (folder / ".metadata").write_bytes(data)
 
 
-def _changed(change: Callable[[Any], object]) -> Make:
+def _changed(change):
     """The description with one thing changed."""
 
-    def make(folder: Path) -> None:
+    def make(folder):
         metadata = pickle.loads((folder / ".metadata").read_bytes())
         change(metadata)
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -41,14 +39,14 @@ def _changed(change: Callable[[Any], object]) -> Make:
     return make
 
 
-def _with_attribute(name: str, value: Any) -> Make:
+def _with_attribute(name, value):
     return _changed(lambda metadata: setattr(metadata, name, value))
 
 
-def _place(name: str, **changes: Any) -> Make:
+def _place(name, **changes):
     """Where a tensor or value is said to lie."""
 
-    def change(metadata: Any) -> None:
+    def change(metadata):
         for index, info in metadata.storage_data.items():
             if index.fqn == name:
                 for field, value in changes.items():
@@ -57,18 +55,18 @@ def _place(name: str, **changes: Any) -> Make:
     return _changed(change)
 
 
-def _described(name: str, **changes: Any) -> Make:
-    def change(metadata: Any) -> None:
+def _described(name, **changes):
+    def change(metadata):
         for field, value in changes.items():
             object.__setattr__(metadata.state_dict_metadata[name], field, value)
 
     return _changed(change)
 
 
-def _holds(name: str, container: bytes) -> Make:
+def _holds(name, container):
     """Other bytes for a tensor or value, at the end of the data file."""
 
-    def make(folder: Path) -> None:
+    def make(folder):
         with (folder / DATA).open("ab") as file:
             at = file.tell()
             file.write(container)
@@ -77,8 +75,8 @@ def _holds(name: str, container: bytes) -> Make:
     return make
 
 
-def _renamed(old: str, new: str) -> Make:
-    def change(metadata: Any) -> None:
+def _renamed(old, new):
+    def change(metadata):
         metadata.state_dict_metadata[new] = metadata.state_dict_metadata.pop(old)
         metadata.planner_data[new] = metadata.planner_data.pop(old)
         for index in [each for each in metadata.storage_data if each.fqn == old]:
@@ -87,21 +85,21 @@ def _renamed(old: str, new: str) -> Make:
     return _changed(change)
 
 
-def _saved(value: Any) -> bytes:
+def _saved(value):
     out = io.BytesIO()
     torch.save(value, out)
     return out.getvalue()
 
 
-def _put(name: str, put: Callable[[Path], object]) -> Make:
-    def make(folder: Path) -> None:
+def _put(name, put):
+    def make(folder):
         (folder / name).unlink()
         put(folder / name)
 
     return make
 
 
-def _on_a_class(module: str, name: str, attribute: str, value: bytes) -> bytes:
+def _on_a_class(module, name, attribute, value):
     """BUILD on a class sets its attributes, for everybody who uses it in this process."""
     return (
         b"\x80\x02" + f"c{module}\n{name}\n".encode() + b"(N}" + text(attribute) + value + b"st" + b"\x86"[:0] + b"b."
@@ -111,14 +109,14 @@ def _on_a_class(module: str, name: str, attribute: str, value: bytes) -> bytes:
 class _Made:
     """Is pickled as a call, what is put on what it gives, and what that holds."""
 
-    def __init__(self, *reduced: Any) -> None:
+    def __init__(self, *reduced):
         self._reduced = reduced
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return self._reduced
 
 
-def _shown_empty(metadata: Any) -> None:
+def _shown_empty(metadata):
     """A table whose `items` are none, to whoever asks it."""
     places = {
         index: dataclasses.replace(info, relative_path="../../outside/precious")
@@ -127,7 +125,7 @@ def _shown_empty(metadata: Any) -> None:
     metadata.storage_data = _Made(OrderedDict, (), {"items": set}, None, iter(places.items()))
 
 
-def _of_two_paths(metadata: Any) -> None:
+def _of_two_paths(metadata):
     """A path that is written in one way and opened in another."""
     parts = {"_str": DATA, "_parts": ["..", "..", "outside", "precious"], "_drv": "", "_root": ""}
     path = _Made(PosixPath, ("x",), (None, parts))
@@ -136,12 +134,12 @@ def _of_two_paths(metadata: Any) -> None:
     }
 
 
-def _through_a_linked_folder(folder: Path) -> None:
+def _through_a_linked_folder(folder):
     (folder / "sub").symlink_to(outside())
     _place("x.one", relative_path="sub/precious")(folder)
 
 
-def two_directories(mebibytes: int = 1024) -> bytes:
+def two_directories(mebibytes=1024):
     """Two archives in one file: zipfile finds a small one, and torch one that is a gigabyte when it is unpacked."""
     bomb, good = _hidden(mebibytes), container_of(b"\x80\x02K\x05.")
     (begins,), (begins_good,) = (struct.unpack("<L", each[-6:-2]) for each in (bomb, good))
@@ -157,7 +155,7 @@ def two_directories(mebibytes: int = 1024) -> bytes:
 
 
 @cache
-def _hidden(mebibytes: int) -> bytes:
+def _hidden(mebibytes):
     """A zip bomb with all records that torch wants."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -171,7 +169,7 @@ def _hidden(mebibytes: int) -> bytes:
     return out.getvalue()
 
 
-def behind_a_pickle(pickled: bytes) -> bytes:
+def behind_a_pickle(pickled):
     """A good archive with a pickle ahead of it: torch reads what does not begin with an archive as it did of old."""
     archive = io.BytesIO(pickled)
     with zipfile.ZipFile(archive, "a") as file:
@@ -179,7 +177,7 @@ def behind_a_pickle(pickled: bytes) -> bytes:
     return archive.getvalue()
 
 
-def wild_sparse_tensors() -> list[bytes]:
+def wild_sparse_tensors():
     """Indices far behind the tensor: torch writes there when it makes a dense one of it."""
     ones, far = torch.ones(2), torch.tensor([2**30, 2**30])
     with warnings.catch_warnings():
@@ -190,7 +188,7 @@ def wild_sparse_tensors() -> list[bytes]:
     return [_saved(each) for each in wild]
 
 
-def _wild_in_place(folder: Path) -> None:
+def _wild_in_place(folder):
     """Such a one where another of that shape is described."""
     size = pickle.loads((folder / ".metadata").read_bytes()).state_dict_metadata["x.large"].size
     index = torch.full((len(size), 1), 2**30)
@@ -198,7 +196,7 @@ def _wild_in_place(folder: Path) -> None:
     _holds("x.large", _saved(wild))(folder)
 
 
-_TUPLE: Any = ()
+_TUPLE = ()
 for _ in range(60):
     _TUPLE = (_TUPLE, _TUPLE)
 
@@ -210,7 +208,7 @@ ENUM_CHANGED = whole(
 )
 """Every user of torch in this process has the one member that this changes."""
 
-FOLDERS: dict[str, Make] = {
+FOLDERS = {
     **{f".metadata: {name}": _metadata(data) for name, data in COMMANDS.items()},
     **{f".metadata: {name}": _metadata(data) for name, data in BOMBS.items()},
     **{f"a value: {name}": _holds("text", container_of(data)) for name, data in COMMANDS.items()},

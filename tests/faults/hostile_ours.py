@@ -1,7 +1,5 @@
 """Checkpoints in the format of ckptman that do harm, all their digests right; and roots that do."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -27,30 +25,30 @@ ESCAPES = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202egnp.\u2066x\u2069\u200f\x00"
 Make = Callable[[Path], Any]
 
 
-def _manifest(**changes: Any) -> Make:
+def _manifest(**changes):
     return lambda root: rewrite(root / STEP, **changes)
 
 
-def _raw_manifest(body: bytes) -> Make:
+def _raw_manifest(body):
     """These bytes, with the digest that they have to end with."""
 
-    def make(root: Path) -> None:
+    def make(root):
         seal = b',\n "digest": "%s"\n}\n' % xxh3_128_hexdigest(body).encode()
         (root / STEP / "manifest.json").write_bytes(body + seal)
 
     return make
 
 
-def _file_named(name: str) -> Make:
-    def make(root: Path) -> None:
+def _file_named(name):
+    def make(root):
         files = json.loads((root / STEP / "manifest.json").read_bytes())["files"]
         rewrite(root / STEP, files={**files, name: files["index.json"]})
 
     return make
 
 
-def _index(change: Callable[[dict[str, Any]], object], file: str = "index.json") -> Make:
-    def make(root: Path) -> None:
+def _index(change, file="index.json"):
+    def make(root):
         raw = json.loads((root / STEP / file).read_bytes())
         change(raw)
         forge(root / STEP, file, json.dumps(raw).encode())
@@ -58,10 +56,10 @@ def _index(change: Callable[[dict[str, Any]], object], file: str = "index.json")
     return make
 
 
-def _unit(value: Any, key: Any = "harm") -> Make:
+def _unit(value, key="harm"):
     """A plain value of a state that nobody asks for, and of one that is loaded."""
 
-    def change(raw: dict[str, Any]) -> None:
+    def change(raw):
         raw["units"].append({"state": "harm", "key": key, "whole": False, "value": value})
         for unit in raw["units"]:
             if unit["state"] == "text":
@@ -70,22 +68,22 @@ def _unit(value: Any, key: Any = "harm") -> Make:
     return _index(change)
 
 
-def _raw_index(data: bytes) -> Make:
+def _raw_index(data):
     return lambda root: forge(root / STEP, "index.json", data)
 
 
-def _tensor_named(name: str) -> Make:
-    def change(raw: dict[str, Any]) -> None:
+def _tensor_named(name):
+    def change(raw):
         raw["tensors"][name] = raw["tensors"].pop("x.flags")
         raw["units"].append({"state": name, "key": name, "whole": False, "value": name})
 
     return _index(change)
 
 
-def _as_pickle(container: bytes) -> Make:
+def _as_pickle(container):
     """The container of a tensor is read as torch reads it (payload -1), and holds something else."""
 
-    def make(root: Path) -> None:
+    def make(root):
         folder = root / STEP
         record = json.loads((folder / "index.json").read_bytes())["tensors"]["x.one"]
         table = bytearray((folder / "chunks.bin").read_bytes())
@@ -104,7 +102,7 @@ def _as_pickle(container: bytes) -> Make:
     return make
 
 
-def container_of(pickled: bytes, compression: int = zipfile.ZIP_STORED, payload: bytes = b"") -> bytes:
+def container_of(pickled, compression=zipfile.ZIP_STORED, payload=b""):
     """A file of torch.save around a pickle."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", compression) as archive:
@@ -117,7 +115,7 @@ def container_of(pickled: bytes, compression: int = zipfile.ZIP_STORED, payload:
 
 
 @cache
-def zip_bomb(mebibytes: int = 1024) -> bytes:
+def zip_bomb(mebibytes=1024):
     """A pickle of so much in a thousandth of it."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("archive/data.pkl", "w") as file:
@@ -128,7 +126,7 @@ def zip_bomb(mebibytes: int = 1024) -> bytes:
     return out.getvalue()
 
 
-def claiming(pickled: bytes, size: int) -> bytes:
+def claiming(pickled, size):
     """A container whose directory says that its payload has `size` bytes."""
     data = bytearray(container_of(pickled, payload=bytes(64)))
     for name, field in ((b"PK\x01\x02", 20), (b"PK\x03\x04", 18)):
@@ -143,7 +141,7 @@ def claiming(pickled: bytes, size: int) -> bytes:
 STORAGE = b"ctorch\nFloatStorage\n"
 
 
-def tensor_pickle(numel: int, size: int, stride: int = 1) -> bytes:
+def tensor_pickle(numel, size, stride=1):
     """The pickle of a tensor that says how much it holds."""
     number = pickle.dumps
     claim = number(numel, 2)[2:-1]
@@ -154,8 +152,8 @@ def tensor_pickle(numel: int, size: int, stride: int = 1) -> bytes:
     return b"\x80\x02" + rebuilt + b"\x89ccollections\nOrderedDict\n)RtR."
 
 
-def _sparse(name: str, size: int, honest: bool) -> Make:
-    def make(root: Path) -> None:
+def _sparse(name, size, honest):
+    def make(root):
         path = root / STEP / name
         os.truncate(path, size)
         if honest:
@@ -166,26 +164,26 @@ def _sparse(name: str, size: int, honest: bool) -> Make:
     return make
 
 
-def _in_place_of(name: str, put: Callable[[Path], object]) -> Make:
-    def make(root: Path) -> None:
+def _in_place_of(name, put):
+    def make(root):
         (root / STEP / name).unlink()
         put(root / STEP / name)
 
     return make
 
 
-def outside() -> Path:
+def outside():
     return Path(os.environ[OUTSIDE])
 
 
-def _link_outside(name: str) -> Make:
+def _link_outside(name):
     return lambda root: (root / name).symlink_to(outside())
 
 
-def _run_file(name: str, put: Callable[[Path], object]) -> Make:
+def _run_file(name, put):
     """Something in the place of a file of the run, and a leftover that makes prune look at the owner."""
 
-    def make(root: Path) -> None:
+    def make(root):
         (root / ".ckptman").mkdir()
         put(root / ".ckptman" / name)
         (root / "step-0000000009.tmp-deadbeef").mkdir()
@@ -193,7 +191,7 @@ def _run_file(name: str, put: Callable[[Path], object]) -> Make:
     return make
 
 
-def _links_within(root: Path) -> None:
+def _links_within(root):
     for kind in ("tmp", "trash", "old"):
         folder = root / f"step-0000000009.{kind}-deadbeef"
         folder.mkdir()
@@ -204,7 +202,7 @@ def _links_within(root: Path) -> None:
     rewrite(root / "step-0000000008", step=8, sequence=8)
 
 
-def _half_outside(root: Path) -> None:
+def _half_outside(root):
     (outside() / "outcome.json.tmp-1-0123abcd").symlink_to("precious")
     (root / ".ckptman").symlink_to(outside())
 
@@ -214,7 +212,7 @@ _NUMBER = "9" * 4000
 _BASE = b'{"format_version": 1, "step": 7, '
 TENSOR_GIB = tensor_pickle(2**36, 2**36)
 
-ROOTS: dict[str, Make] = {
+ROOTS = {
     **{
         f"a manifest that names {name[:20]!r}": _file_named(name)
         for name in ("../x", "/etc/passwd", "a/b", "..", ".", "", "x\0y", ESCAPES, "x" * 100_000, "\ud800", "\u202ex")

@@ -1,8 +1,6 @@
 """Pickles that run a command, claim gigabytes, or are nested beyond all measure. Written by hand, instruction by
 instruction: Python's own pickler would not make most of them."""
 
-from __future__ import annotations
-
 import pickle
 import struct
 
@@ -12,21 +10,21 @@ _COMMAND = f"touch ${CANARY}"
 _CODE = f"__import__('os').system('{_COMMAND}')"
 
 
-def text(value: str) -> bytes:
+def text(value):
     data = value.encode()
     return pickle.BINUNICODE + struct.pack("<I", len(data)) + data
 
 
-def call(module: str, name: str, *arguments: bytes) -> bytes:
+def call(module, name, *arguments):
     """What a callable gives, as instructions."""
     return f"c{module}\n{name}\n".encode() + b"(" + b"".join(arguments) + b"tR"
 
 
-def whole(instructions: bytes, protocol: int = 2) -> bytes:
+def whole(instructions, protocol=2):
     return pickle.PROTO + bytes([protocol]) + instructions + pickle.STOP
 
 
-COMMANDS: dict[str, bytes] = {
+COMMANDS = {
     "os.system": whole(call("os", "system", text(_COMMAND))),
     "posix.system": whole(call("posix", "system", text(_COMMAND))),
     "eval": whole(call("builtins", "eval", text(_CODE))),
@@ -61,7 +59,7 @@ COMMANDS: dict[str, bytes] = {
 _DEEP = 1_000_000
 _SLOW_TEXT = text("".join(chr(0x4E00 + i * 7919 % 20_000) for i in range(200_000)))
 _ENCODE = b"c_codecs\nencode\n"
-SLOW: dict[str, bytes] = {
+SLOW = {
     "a text to encode for minutes": whole(call("_codecs", "encode", _SLOW_TEXT, text("punycode"))),
     "bytes of a text to encode for minutes": whole(call("builtins", "bytearray", _SLOW_TEXT, text("punycode"))),
     "the same by its old name": whole(call("__builtin__", "bytearray", _SLOW_TEXT, text("punycode"))),
@@ -79,23 +77,23 @@ SLOW: dict[str, bytes] = {
 """Harmless to the last byte, and it takes minutes or all memory."""
 
 
-def latin(data: bytes) -> bytes:
+def latin(data):
     """Bytes, as protocol 2 has them."""
     return call("_codecs", "encode", text(data.decode("latin1")), text("latin1"))
 
 
-def dtype(code: str, state: bytes = b"") -> bytes:
+def dtype(code, state=b""):
     """A dtype of numpy. `state`: what is put on it."""
     return call("numpy", "dtype", text(code), b"\x89", b"\x88") + (b"(" + state + b"tb" if state else b"")
 
 
-def array(made_of: bytes, data: bytes, made: bytes = b"K\x00\x85", code: bytes = b"b", core: str = "_core") -> bytes:
+def array(made_of, data, made=b"K\x00\x85", code=b"b", core="_core"):
     """An array of numpy with one element, or what looks like one."""
     begun = call(f"numpy.{core}.multiarray", "_reconstruct", b"cnumpy\nndarray\n", made, latin(code))
     return begun + b"(K\x01K\x01\x85" + made_of + b"\x89" + latin(data) + b"tb"
 
 
-def _with_field(inner: bytes, at: bytes = b"K\x00") -> bytes:
+def _with_field(inner, at=b"K\x00"):
     """What is put on a dtype so that it has one field."""
     names = text("f") + b"\x85}" + text("f") + inner + at + b"\x86s"
     return b"K\x03" + text("|") + b"N" + names + b"K\x08K\x01K\x00"
@@ -103,7 +101,7 @@ def _with_field(inner: bytes, at: bytes = b"K\x00") -> bytes:
 
 _PLAIN = b"K\x03" + text("<") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xff"
 _WILD = b"AAAAAA\0\0"
-POINTERS: dict[str, bytes] = {
+POINTERS = {
     f"numpy: {name}": whole(instructions)
     for name, instructions in {
         "a field of objects": array(dtype("V8", _with_field(dtype("O"))), _WILD),
@@ -131,7 +129,7 @@ POINTERS: dict[str, bytes] = {
 }
 """numpy follows what it takes for a pointer."""
 
-BOMBS: dict[str, bytes] = {
+BOMBS = {
     "a memo of 2^31 entries": whole(b"K\x01r\xff\xff\xff\x7f"),
     "a memo of 2^28 entries": whole(b"K\x01r\xff\xff\xff\x0f"),
     "bytes of a terabyte": whole(b"\x8e" + struct.pack("<Q", 2**40), 4),

@@ -3,22 +3,16 @@
 A read that fails is an error, never "nothing there", and never other bytes than were saved.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io
 import itertools
 import os
-import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from ckptman.io.durable_files import Disk
 from tests.faults.crash import EveryDisk
@@ -26,7 +20,6 @@ from tests.faults.disks import CASE_SECONDS, WAYS, fail_and_go_on, judge_save
 from tests.faults.limits import Ended, in_child, limit
 from tests.faults.reads import READS, judge_read
 from tests.faults.subject import save_versions
-from tests.faults.tally import Tally
 from tests.helpers.faulty_disk import WHEN, Fault
 
 OPERATIONS = 18
@@ -39,7 +32,7 @@ READ_ERRORS = (errno.EIO, errno.ESTALE)
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EACCES)
 
 
-def run(tally: Tally) -> None:
+def run(tally):
     """Every operation, every call."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         home = Path(folder)
@@ -51,21 +44,21 @@ def run(tally: Tally) -> None:
 class FailingDisk(EveryDisk):
     """Fails once, at an operation counted from when it is `armed`."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault):
         super().__init__(None)
         self._waiting = fault
         self.reached = True
 
-    def arm(self) -> None:
+    def arm(self):
         self.log.clear()
         self.fault = self._waiting
 
-    def disarm(self) -> None:
+    def disarm(self):
         self.reached = self.struck
         self.fault = None
 
 
-def errors_while_saving(tally: Tally, home: Path) -> None:
+def errors_while_saving(tally, home):
     """Each operation of a save fails once, with one error after the other."""
     for way in WAYS:
         for number in itertools.count():
@@ -83,7 +76,7 @@ def errors_while_saving(tally: Tally, home: Path) -> None:
                 break
 
 
-def errors_while_reading(tally: Tally, home: Path) -> None:
+def errors_while_reading(tally, home):
     """The n-th call of each system call that reads fails, in a load, a restore and on the command line."""
     root = home / "reading"
     save_versions(root, {1: 1, 2: 2})
@@ -98,9 +91,7 @@ def errors_while_reading(tally: Tally, home: Path) -> None:
                 judge_read(tally, ended)
 
 
-def _with_failing(
-    module: ModuleType, call: str, number: int, error: OSError, work: Callable[[Path], Any], root: Path
-) -> tuple[Ended, bool]:
+def _with_failing(module, call, number, error, work, root):
     """What comes of a read, and whether the call that fails was reached."""
     with failing(module, call, number, error, root) as calls:
         try:
@@ -111,11 +102,11 @@ def _with_failing(
 
 
 @contextlib.contextmanager
-def failing(module: ModuleType, call: str, number: int, error: OSError, root: Path) -> Iterator[list[int]]:
+def failing(module, call, number, error, root):
     """Let the n-th call of a function of a module, of those about something under `root`, fail. Counts them."""
     real, calls = getattr(module, call), [0]
 
-    def broken(what: Any, *arguments: Any, **options: Any) -> Any:
+    def broken(what, *arguments, **options):
         path = str(Path(f"/proc/self/fd/{what}").readlink()) if isinstance(what, int) else os.fspath(what)
         if str(path).startswith(str(root)):
             calls[0] += 1
@@ -133,23 +124,23 @@ def failing(module: ModuleType, call: str, number: int, error: OSError, root: Pa
 class SlowDisk(Disk):
     """Every operation takes its time."""
 
-    def __init__(self, dice: random.Random, longest_seconds: float) -> None:
+    def __init__(self, dice, longest_seconds):
         self._dice, self._longest = dice, longest_seconds
         self.is_slow = False
         self.slept_seconds = 0.0
 
-    def slow_down(self) -> None:
+    def slow_down(self):
         self.is_slow = True
 
-    def recover(self) -> None:
+    def recover(self):
         self.is_slow = False
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         real = object.__getattribute__(self, name)
         if name not in vars(Disk) or name.startswith("_") or not object.__getattribute__(self, "is_slow"):
             return real
 
-        def slowly(*arguments: Any) -> Any:
+        def slowly(*arguments):
             seconds = self._longest * 0.02 ** self._dice.random()
             self.slept_seconds += seconds
             time.sleep(seconds)
@@ -158,7 +149,7 @@ class SlowDisk(Disk):
         return slowly
 
 
-def latency(tally: Tally, home: Path, longest_seconds: float) -> None:
+def latency(tally, home, longest_seconds):
     """Every operation of a save takes up to `longest_seconds`, on average a quarter: it ends well, only later."""
     for way in WAYS:
         disk, root = SlowDisk(tally.dice, longest_seconds), home / f"slow-{way}"

@@ -4,17 +4,13 @@ Afterwards the newest checkpoint that was told durable is there, every byte is r
 the next start of the same ranks restores it, bit for bit, and saves again.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,19 +19,18 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import ckptman
 from ckptman.catalog.catalog import Catalog
 from tests.faults.mutants import apply
-from tests.faults.subject import State, blank, bytes_of, content, open_run, version_of
-from tests.faults.tally import Tally
+from tests.faults.subject import blank, bytes_of, content, open_run, version_of
 from tests.helpers.faulty_disk import holds
 from tests.helpers.ranks import RankError, say, start_ranks
 from tests.saving import test_commit_kill as test_store_kill
 from tests.transfer import test_copy_faults
 
 KEPT = 2
-WAYS: dict[str, dict[str, Any]] = {"sync": {"async_save": False}, "async": {}}
+WAYS = {"sync": {"async_save": False}, "async": {}}
 START_SECONDS = 60.0
 
 
-def run(tally: Tally) -> None:
+def run(tally):
     """300 kills of two or four ranks, 100 of a process that only commits and prunes, 60 of one that copies."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         for world_size, kills in ((2, 220), (4, 80)):
@@ -46,9 +41,7 @@ def run(tally: Tally) -> None:
         kill_one(tally, "copy", test_copy_faults.kill_again_and_again, Path(folder, "copies"), 60, least=2)
 
 
-def kill_one(
-    tally: Tally, part: str, campaign: Callable[[Path, int, int], None], folder: Path, number: int, least: int
-) -> None:
+def kill_one(tally, part, campaign, folder, number, least):
     """A campaign of another test, which kills one process again and again and looks at what is left each time."""
     kills = tally.count(number, least)
     with tally.fault(f"{kills} kills of one process: {part}", part):
@@ -62,7 +55,7 @@ def kill_one(
             tally.harmless += kills
 
 
-def kill_ranks(tally: Tally, folder: Path, world_size: int, kills: int) -> None:
+def kill_ranks(tally, folder, world_size, kills):
     """Start ranks, kill some of them at a random moment and the others soon after, look; again and again."""
     folder.mkdir()
     root, gone = folder / "root", set[int]()
@@ -80,9 +73,7 @@ def kill_ranks(tally: Tally, folder: Path, world_size: int, kills: int) -> None:
                 tally.survive()
 
 
-def _one_kill(
-    dice: random.Random, root: Path, world_size: int, way: str, seed: int, first: list[int], mutant: str
-) -> None:
+def _one_kill(dice, root, world_size, way, seed, first, mutant):
     with start_ranks(world_size, churn, str(root), way, seed, mutant, limit=START_SECONDS) as ranks:
         for rank in range(world_size):
             ranks.await_message(rank, "restored")
@@ -96,7 +87,7 @@ def _one_kill(
         ranks.join()
 
 
-def churn(root: str, way: str, seed: int, mutant: str) -> None:
+def churn(root, way, seed, mutant):
     """One rank: restore, check every bit, then save again and again until killed."""
     apply(mutant)
     warnings.filterwarnings("ignore", ".*(?:could not be removed|leftovers)")
@@ -121,7 +112,7 @@ def churn(root: str, way: str, seed: int, mutant: str) -> None:
                 threading.Event().wait()
 
 
-def sharded(state: State) -> State:
+def sharded(state):
     """The state with its large tensor cut over all ranks, and another one in parts of unequal size."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name in ("large", "half"):
@@ -129,7 +120,7 @@ def sharded(state: State) -> State:
     return state
 
 
-def fill(state: State, version: int, scale: int = 1) -> None:
+def fill(state, version, scale=1):
     """Change a state to another version, in place, as training does."""
     fresh = sharded(content(version, scale))
     for name, tensor in state["x"].items():
@@ -137,17 +128,17 @@ def fill(state: State, version: int, scale: int = 1) -> None:
     state.update({name: value for name, value in fresh.items() if name != "x"})
 
 
-def gathered_version(state: State) -> int | None:
+def gathered_version(state):
     """The version that a sharded state is. Every rank calls it."""
     whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state["x"].items()}
     return version_of({**state, "x": whole})
 
 
-def _local(tensor: Any) -> Any:
+def _local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _judge(tally: Tally, root: Path, gone: set[int]) -> bool:
+def _judge(tally, root, gone):
     told_file = Path(f"{root}.told")
     # The last line may be torn by the kill.
     lines = told_file.read_bytes().split(b"\n")[:-1] if told_file.exists() else []

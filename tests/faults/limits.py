@@ -11,17 +11,16 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 
 @contextmanager
-def limit(seconds: float, what: str = "it") -> Iterator[None]:
+def limit(seconds, what="it"):
     """Raise TimeoutError in the main thread when the block takes longer. Blocking system calls are interrupted."""
 
-    def ring(*_: object) -> None:
+    def ring(*_):
         raise TimeoutError(f"{what} took longer than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, ring)
@@ -45,13 +44,11 @@ class Ended:
     peak_bytes: int = 0
 
     @property
-    def in_order(self) -> bool:
+    def in_order(self):
         return self.error is None and not self.status and not self.hung
 
 
-def in_child(
-    work: Callable[[], Any], seconds: float, memory_bytes: int | None = None, user: int | None = None
-) -> Ended:
+def in_child(work, seconds, memory_bytes=None, user=None):
     """Do `work` in a fork of this process, which has one thread. `memory_bytes`: what it may take besides what it has.
 
     `user`: the user id it has. What it prints is in `said`. Killed with all that it started when `seconds` are over.
@@ -87,7 +84,7 @@ def in_child(
     return Ended(value, error, status, said=text, peak_bytes=usage.ru_maxrss * 1024)
 
 
-def _listen(ours: int, words: int, deadline: float) -> tuple[bytes, bytes, bool]:
+def _listen(ours, words, deadline):
     heard = {ours: b"", words: b""}
     open_ends = set(heard)
     hung = False
@@ -111,7 +108,7 @@ def _listen(ours: int, words: int, deadline: float) -> tuple[bytes, bytes, bool]
     return heard[ours], heard[words], hung
 
 
-def _work(work: Callable[[], Any], pipe: int, memory_bytes: int | None, user: int | None) -> None:
+def _work(work, pipe, memory_bytes, user):
     code = 0
     try:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -122,7 +119,7 @@ def _work(work: Callable[[], Any], pipe: int, memory_bytes: int | None, user: in
         if memory_bytes is not None:
             resource.setrlimit(resource.RLIMIT_AS, (virtual_bytes() + memory_bytes,) * 2)
         try:
-            answer: tuple[Any, BaseException | None] = (work(), None)
+            answer = (work(), None)
         except BaseException as error:
             answer = (None, error)
         sys.stdout.flush()
@@ -140,7 +137,7 @@ def _work(work: Callable[[], Any], pipe: int, memory_bytes: int | None, user: in
         os._exit(code)
 
 
-def virtual_bytes() -> int:
+def virtual_bytes():
     """The address space that this process has."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()

@@ -4,8 +4,6 @@ The others are told within `timeout_seconds`: nothing waits for ever. Earlier ch
 starts again as if nothing had been.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -15,7 +13,7 @@ import time
 import warnings
 from itertools import count, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -25,7 +23,6 @@ from tests.faults.disks import WAYS
 from tests.faults.kills import fill, sharded
 from tests.faults.mutants import apply
 from tests.faults.subject import blank, open_run, version_of
-from tests.faults.tally import Tally
 from tests.helpers.faulty_disk import holds
 from tests.helpers.ranks import RankError, say, start_ranks
 
@@ -39,7 +36,7 @@ CASE_SECONDS = 40.0
 
 OPERATIONS = 16
 """About as many as the leader's part of a save has."""
-WHAT: tuple[tuple[str, Way], ...] = (
+WHAT = (
     ("async", "is stopped"),
     ("sync", "dies"),
     ("async", "dies"),
@@ -50,16 +47,16 @@ WHAT: tuple[tuple[str, Way], ...] = (
 class TrapDisk(EveryDisk):
     """At operation `at`, counted from when it is armed, something happens to this process."""
 
-    def __init__(self, way: Way, at: int, note: Path) -> None:
+    def __init__(self, way, at, note):
         super().__init__()
         self._way, self._at, self._note = way, at, note
         self._armed = False
 
-    def arm(self) -> None:
+    def arm(self):
         self.log.clear()
         self._armed = True
 
-    def _do(self, name: str, whole: Any, half: Any = None) -> Any:
+    def _do(self, name, whole, half=None):
         if self._armed and len(self.log) == self._at:
             self._armed = False
             self._note.write_text(json.dumps({"at": time.monotonic(), "operation": name}))
@@ -72,7 +69,7 @@ class TrapDisk(EveryDisk):
         return super()._do(name, whole)
 
 
-def run(tally: Tally) -> None:
+def run(tally):
     """Each operation of each of two ranks, sync and async; and a load in which a rank does not go on."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         for victim, (kind, way) in product((0, 1), WHAT):
@@ -88,7 +85,7 @@ def run(tally: Tally) -> None:
             _one(tally, Path(folder, "least"), tally.dice.randrange(2), kind, way, 0)
 
 
-def _one(tally: Tally, folder: Path, victim: int, kind: str, way: Way, at: int) -> bool:
+def _one(tally, folder, victim, kind, way, at):
     """Whether the operation was reached."""
     folder.mkdir()
     root, note, told = folder / "root", folder / "note", folder / "told"
@@ -124,7 +121,7 @@ def _one(tally: Tally, folder: Path, victim: int, kind: str, way: Way, at: int) 
     return True
 
 
-def _judge(tally: Tally, root: Path, durable: bool) -> None:
+def _judge(tally, root, durable):
     try:
         held = sorted(holds(root))
     except Exception as error:
@@ -142,7 +139,7 @@ def _judge(tally: Tally, root: Path, durable: bool) -> None:
     tally.check(left == ["step-0000000003"], "other", f"after the next save there are {left}")
 
 
-def part(root: str, folder: str, victim: int, kind: str, way: Way, at: int, mutant: str) -> None:
+def part(root, folder, victim, kind, way, at, mutant):
     """One rank: save step 1; at step 2 the victim meets its fate, and the other tells what it was told."""
     apply(mutant)
     warnings.simplefilter("ignore")

@@ -10,7 +10,6 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,15 +20,14 @@ import torch.distributed as dist
 
 import ckptman
 from tests.end_to_end import test_memory_kills
-from tests.faults.damage import Damage, _folder, _resize, _zero
-from tests.faults.deaths import CASE_SECONDS, Tell, die_everywhere, impatient
+from tests.faults.damage import _folder, _resize, _zero
+from tests.faults.deaths import CASE_SECONDS, die_everywhere, impatient
 from tests.faults.kills import fill, gathered_version, kill_one, sharded
 from tests.faults.limits import limit
 from tests.faults.mutants import apply
 from tests.faults.powercut import LOSSES
 from tests.faults.regions import draw, flip, regions_of
-from tests.faults.subject import State, blank, content, open_run, version_of
-from tests.faults.tally import Tally
+from tests.faults.subject import blank, content, open_run, version_of
 from tests.helpers.ranks import run_ranks
 
 OLD, NEW = 1, 2
@@ -38,7 +36,7 @@ NO_NEWS = ("manifest.json missing", "the folder missing")
 PASSED_OVER = "is not what the run goes on from"
 
 
-def run(tally: Tally) -> None:
+def run(tally):
     """400 flipped bits and each file damaged with one copy, 60 bits with two; each death, on both; 60 kills."""
     with tempfile.TemporaryDirectory(prefix="faults-memory-", dir="/dev/shm") as folder:
         # A power cut takes memory as a whole.
@@ -63,7 +61,7 @@ class Went(NamedTuple):
     error: Exception | None
 
 
-def damage(tally: Tally, folder: Path, ranks: int, flips: int) -> None:
+def damage(tally, folder, ranks, flips):
     """Damage what the first node holds. With two ranks, each of which is a node, the other one has a copy."""
     folder.mkdir()
     run_ranks(ranks, save_both, folder, tally.mutant, fresh=True)
@@ -91,7 +89,7 @@ def damage(tally: Tally, folder: Path, ranks: int, flips: int) -> None:
             judge(tally, went)
 
 
-def judge(tally: Tally, went: Went, is_news: bool = True) -> None:
+def judge(tally, went, is_news=True):
     """What a run came to whose memory was damaged. `is_news`: not where it looks as if nothing had counted there."""
     if went.error is not None:
         tally.refuse(went.error)
@@ -107,7 +105,7 @@ def judge(tally: Tally, went: Went, is_news: bool = True) -> None:
     tally.check(told or not is_news, "unclear", f"step {NEW} in memory was passed over without a word: {went.said}")
 
 
-def file_cases(held: Path) -> Iterator[tuple[str, Damage]]:
+def file_cases(held):
     """What is done to a checkpoint in memory."""
     for path in sorted(held.iterdir()):
         size = path.stat().st_size
@@ -120,22 +118,22 @@ def file_cases(held: Path) -> Iterator[tuple[str, Damage]]:
     yield "the folder missing", shutil.rmtree
 
 
-def _on(name: str, work: Callable[[Path], object], held: Path) -> None:
+def _on(name, work, held):
     work(held / name)
 
 
-def _link(path: Path) -> None:
+def _link(path):
     path.unlink()
     path.symlink_to("/etc/passwd")
 
 
 @contextmanager
-def put_back(folder: Path) -> Iterator[Callable[[], None]]:
+def put_back(folder):
     """A function that undoes whatever was done to a root and to what nodes hold. Paths stay the same."""
     kept = folder.with_name(f"{folder.name}-kept")
     shutil.copytree(folder, kept, symlinks=True)
 
-    def fresh() -> None:
+    def fresh():
         shutil.rmtree(folder)
         shutil.copytree(kept, folder, symlinks=True)
 
@@ -144,13 +142,13 @@ def put_back(folder: Path) -> Iterator[Callable[[], None]]:
     shutil.rmtree(kept)
 
 
-def start_again(ranks: int, folder: Path, mutant: str) -> Went:
+def start_again(ranks, folder, mutant):
     """Start the run again, on as many ranks. One is this process."""
-    went: Went = restore(folder, mutant) if ranks == 1 else run_ranks(ranks, restore, folder, mutant, fresh=True)[0]
+    went = restore(folder, mutant) if ranks == 1 else run_ranks(ranks, restore, folder, mutant, fresh=True)[0]
     return went
 
 
-def open_with_memory(folder: Path, state: State, every: int = 10**6) -> ckptman.Checkpointer:
+def open_with_memory(folder, state, every=10**6):
     """A run whose every rank is a node of its own."""
     os.environ["SLURMD_NODENAME"] = f"n{dist.get_rank() if dist.is_initialized() else 0}"
     path = folder / "memory"
@@ -160,15 +158,15 @@ def open_with_memory(folder: Path, state: State, every: int = 10**6) -> ckptman.
     return open_run(folder / "root", state, memory=memory)
 
 
-def _blank() -> State:
+def _blank():
     return sharded(blank()) if dist.is_initialized() else blank()
 
 
-def _fill(state: State, version: int) -> None:
+def _fill(state, version):
     fill(state, version) if dist.is_initialized() else state.update(content(version))
 
 
-def save_both(folder: Path, mutant: str) -> None:
+def save_both(folder, mutant):
     """Save one step to disk and the next to memory, and end without a word, as after a death."""
     apply(mutant)
     with quiet():
@@ -184,7 +182,7 @@ def save_both(folder: Path, mutant: str) -> None:
         run._memory.saves.wait()
 
 
-def restore(folder: Path, mutant: str) -> Went:
+def restore(folder, mutant):
     """Start the run again."""
     apply(mutant)
     state = _blank()
@@ -200,7 +198,7 @@ def restore(folder: Path, mutant: str) -> Went:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet():
     """One copy is what is wanted here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -217,10 +215,10 @@ class Saves:
     every: int = 2
     steps: int = 6
 
-    def before(self, world: Path) -> None:
+    def before(self, world):
         """Nothing is there before."""
 
-    def act(self, world: Path, tell: Tell) -> None:
+    def act(self, world, tell):
         os.environ["CKPTMAN_IO_THREADS"] = "1"
         state = content(0)
         with quiet():
@@ -238,7 +236,7 @@ class Saves:
                     tell(str(counts.step))
             # It dies: what it held stays.
 
-    def judge(self, tally: Tally, world: Path, before: Path, told: list[str]) -> None:
+    def judge(self, tally, world, before, told):
         least, state = max(map(int, told), default=0), content(0)
         try:
             with quiet(), impatient(), open_with_memory(world, state, self.every) as run:

@@ -1,11 +1,7 @@
 """Small file systems of our own: really full, with a real quota, really read-only. Only where this user may mount."""
 
-from __future__ import annotations
-
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 
 class NoMount(Exception):
@@ -13,7 +9,7 @@ class NoMount(Exception):
 
 
 @contextmanager
-def tmpfs(folder: Path, options: str) -> Iterator[Path]:
+def tmpfs(folder, options):
     """A file system in memory. `options`: such as `size=2m`."""
     folder.mkdir(exist_ok=True)
     _run("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
@@ -24,7 +20,7 @@ def tmpfs(folder: Path, options: str) -> Iterator[Path]:
 
 
 @contextmanager
-def quota(folder: Path, image: Path, size: int) -> Iterator[Path]:
+def quota(folder, image, size):
     """A folder in which no user but root may have more than `size` bytes: by tmpfs, or by btrfs, whichever can."""
     try:
         with tmpfs(folder, f"size={4 * size},mode=0777,usrquota,usrquota_block_hardlimit={size}") as mount:
@@ -41,7 +37,7 @@ def quota(folder: Path, image: Path, size: int) -> Iterator[Path]:
 
 
 @contextmanager
-def read_only(mount: Path) -> Iterator[None]:
+def read_only(mount):
     """Remount a file system read-only, and back."""
     _run("mount", "-o", "remount,ro", str(mount))
     try:
@@ -51,7 +47,7 @@ def read_only(mount: Path) -> Iterator[None]:
 
 
 @contextmanager
-def ext4(folder: Path, image: Path, options: str) -> Iterator[tuple[Path, str]]:
+def ext4(folder, image, options):
     """An ext4 of 16 MiB in a file, and the name of its device."""
     with _loop(folder, image, 16 * 1024 * 1024, "mkfs.ext4", options):
         device = _run("findmnt", "-n", "-o", "SOURCE", str(folder)).strip()
@@ -59,7 +55,7 @@ def ext4(folder: Path, image: Path, options: str) -> Iterator[tuple[Path, str]]:
 
 
 @contextmanager
-def _loop(folder: Path, image: Path, size: int, mkfs: str, options: str) -> Iterator[Path]:
+def _loop(folder, image, size, mkfs, options):
     image.unlink(missing_ok=True)
     with image.open("wb") as file:
         file.truncate(size)
@@ -72,7 +68,7 @@ def _loop(folder: Path, image: Path, size: int, mkfs: str, options: str) -> Iter
         _run("umount", "-l", str(folder))
 
 
-def _run(*command: str) -> str:
+def _run(*command):
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

@@ -13,8 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ckptman
 from ckptman import checkpointer, errors
@@ -41,105 +40,105 @@ from ckptman.state import step_record as recorded
 from ckptman.transfer import drain
 
 
-def _no_digests() -> None:
-    ranges._File._check = lambda *_: None  # type: ignore[method-assign]
+def _no_digests():
+    ranges._File._check = lambda *_: None
 
 
-def _no_manifest_digest() -> None:
+def _no_manifest_digest():
     real = manifest._SEAL
 
     class Seal:
-        def search(self, data: bytes) -> Any:
+        def search(self, data):
             found = real.search(data)
             return found and _Anything(found.start(), manifest.xxh3_128_hexdigest(data[: found.start()]).encode())
 
-    manifest._SEAL = Seal()  # type: ignore[assignment]
+    manifest._SEAL = Seal()
 
 
 class _Anything:
-    def __init__(self, start: int, digest: bytes) -> None:
+    def __init__(self, start, digest):
         self._start, self._digest = start, digest
 
-    def start(self) -> int:
+    def start(self):
         return self._start
 
-    def __getitem__(self, _: int) -> bytes:
+    def __getitem__(self, _):
         return self._digest
 
 
-def _descriptions_unchecked() -> None:
+def _descriptions_unchecked():
     index.read_checked = lambda folder, name, found: (folder / name).read_bytes()
 
-    def open_table(folder: Path, found: manifest.Manifest, described: index.Index) -> Any:
+    def open_table(folder, found, described):
         return chunks.ChunkTable.open(folder / "chunks.bin", described.tensors, found.files["chunks.bin"].bytes)
 
     for module in (index, saved):
-        module.open_table = open_table  # type: ignore[attr-defined]
+        module.open_table = open_table
 
 
-def _damage_is_not_told() -> None:
+def _damage_is_not_told():
     real = reading.read_fills
 
-    def read_fills(*arguments: Any, **options: Any) -> Any:
+    def read_fills(*arguments, **options):
         try:
             return real(*arguments, **options)
         except errors.CorruptError as error:
             raise errors.CorruptError(str(error).partition(". What was to be filled")[0]) from error
 
     for module in (reading, sharing, storage):
-        module.read_fills = read_fills  # type: ignore[attr-defined]
+        module.read_fills = read_fills
 
 
-def _files_not_flushed() -> None:
-    Disk.write_file = lambda self, path, data: path.write_bytes(data) and None  # type: ignore[method-assign]
+def _files_not_flushed():
+    Disk.write_file = lambda self, path, data: path.write_bytes(data) and None
 
 
-def _data_not_flushed() -> None:
-    Disk.sync_file = lambda self, fd: None  # type: ignore[method-assign]
+def _data_not_flushed():
+    Disk.sync_file = lambda self, fd: None
 
 
-def _folders_not_flushed() -> None:
-    Disk.sync_folder = lambda self, path: None  # type: ignore[method-assign]
+def _folders_not_flushed():
+    Disk.sync_folder = lambda self, path: None
 
 
-def _deleted_in_place() -> None:
-    def hide(self: place.LocalBackend, path: Path, name: str, tag: str) -> Path | None:
+def _deleted_in_place():
+    def hide(self, path, name, tag):
         self.disk.remove_tree(path)
         return None
 
-    place.LocalBackend.hide = hide  # type: ignore[method-assign]
+    place.LocalBackend.hide = hide
 
 
-def _pruned_before_the_commit() -> None:
+def _pruned_before_the_commit():
     real = place.LocalBackend.commit
 
-    def commit(self: place.LocalBackend, draft: str, made: manifest.Manifest) -> Any:
+    def commit(self, draft, made):
         for number, entry in enumerate(self.list()):
             self.remove(entry.path, step_folder(entry.step), f"early{number}")
         time.sleep(0.05)  # as on a slow disk: otherwise hardly a kill comes in between
         return real(self, draft, made)
 
-    place.LocalBackend.commit = commit  # type: ignore[method-assign]
+    place.LocalBackend.commit = commit
 
 
 class _NoFlushes(Disk):
-    def sync_file(self, fd: int) -> None:
+    def sync_file(self, fd):
         pass
 
 
-def _copies_not_flushed() -> None:
+def _copies_not_flushed():
     real = local_draft._FolderWriting.__init__
 
-    def init(self: Any, path: Path, size: int, is_large: bool, disk: Disk) -> None:
+    def init(self, path, size, is_large, disk):
         real(self, path, size, is_large, _NoFlushes())
 
-    local_draft._FolderWriting.__init__ = init  # type: ignore[method-assign]
+    local_draft._FolderWriting.__init__ = init
 
 
-def _copies_noted_too_early() -> None:
+def _copies_noted_too_early():
     real = drain.carry_out
 
-    def carry_out(root: Path, plan: drain.DrainPlan, means: Any) -> Any:
+    def carry_out(root, plan, means):
         held = tiers.read_drained(root)
         for task in plan.tasks:
             held[str(task.tier)] = [*held.get(str(task.tier), ()), task.entry.record()]
@@ -149,107 +148,107 @@ def _copies_noted_too_early() -> None:
     drain.carry_out = carry_out
 
 
-def _tiers_are_not_awaited() -> None:
+def _tiers_are_not_awaited():
     prune.awaited = lambda *arguments, **options: {}
 
 
-def _finite_ones_may_go() -> None:
+def _finite_ones_may_go():
     real = retention.untouchables
 
-    def untouchables(records: Any) -> Any:
+    def untouchables(records):
         return real([replace(each, nonfinite_metrics=(), nonfinite_tensors=()) for each in records])
 
     retention.untouchables = untouchables
 
 
-def _spoilt_ones_are_restored() -> None:
-    restorer.Restorer._without_spoilt = lambda self, chosen: chosen  # type: ignore[method-assign]
+def _spoilt_ones_are_restored():
+    restorer.Restorer._without_spoilt = lambda self, chosen: chosen
 
 
-def _errors_swallowed() -> None:
+def _errors_swallowed():
     real = blockio.FileWriter.write
 
-    def write(self: blockio.FileWriter, data: memoryview, offset: int) -> None:
+    def write(self, data, offset):
         with contextlib.suppress(OSError):
             real(self, data, offset)
 
-    blockio.FileWriter.write = write  # type: ignore[method-assign]
+    blockio.FileWriter.write = write
 
 
-def _failed_saves_are_not_told() -> None:
+def _failed_saves_are_not_told():
     for name in ("save", "wait"):
         real = getattr(ckptman.Checkpointer, name)
 
-        def quiet(self: ckptman.Checkpointer, *arguments: Any, _real: Any = real) -> Any:
+        def quiet(self, *arguments, _real=real):
             with contextlib.suppress(errors.CommitError):
                 return _real(self, *arguments)
 
         setattr(ckptman.Checkpointer, name, quiet)
 
 
-def _listing_errors_are_nothing() -> None:
+def _listing_errors_are_nothing():
     real = catalogue.Catalog.names
 
-    def names(self: catalogue.Catalog) -> Any:
+    def names(self):
         try:
             return real(self)
         except errors.RootError:
             return []
 
-    catalogue.Catalog.names = names  # type: ignore[method-assign]
+    catalogue.Catalog.names = names
 
 
-def _waits_ten_times_as_long() -> None:
+def _waits_ten_times_as_long():
     real = ranks.Channel.__init__
-    ranks.Channel.__init__ = lambda self, seconds: real(self, 10 * seconds)  # type: ignore[method-assign]
+    ranks.Channel.__init__ = lambda self, seconds: real(self, 10 * seconds)
 
 
-def _errors_without_a_remedy() -> None:
-    errors.CkptmanError.__str__ = lambda self: f"{type(self).__name__} in /some/path"  # type: ignore[method-assign]
+def _errors_without_a_remedy():
+    errors.CkptmanError.__str__ = lambda self: f"{type(self).__name__} in /some/path"
 
 
-def _pickles_run() -> None:
-    foreign._Restricted.find_class = pickle.Unpickler.find_class  # type: ignore[method-assign]
+def _pickles_run():
+    foreign._Restricted.find_class = pickle.Unpickler.find_class
 
 
-def _nothing_escaped() -> None:
+def _nothing_escaped():
     for module in [each for name, each in sys.modules.items() if name.startswith("ckptman")]:
         for name in {"plain", "plain_lines"} & vars(module).keys():
             setattr(module, name, str)
 
 
-def _names_may_leave() -> None:
+def _names_may_leave():
     manifest.is_plain_name = lambda name: True
     foreign.is_plain_name = lambda name: True
     foreign._check_links = lambda folder, names: None
 
 
-def _parsers_let_through() -> None:
+def _parsers_let_through():
     manifest.parse_versioned = lambda path, data: json.loads(data)
     index.parse_versioned = lambda path, data: json.loads(data)
 
 
-def _the_end_saves_what_is_there() -> None:
+def _the_end_saves_what_is_there():
     @contextlib.contextmanager
-    def live(self: recorded.StepRecorder, then: recorded.Recorded) -> Any:
+    def live(self, then):
         yield dict(self._state)
 
-    recorded.StepRecorder.changed = lambda self, then: ""  # type: ignore[method-assign]
-    recorded.StepRecorder.as_of = live  # type: ignore[method-assign,assignment]
+    recorded.StepRecorder.changed = lambda self, then: ""
+    recorded.StepRecorder.as_of = live
 
 
-def _children_end_the_run() -> None:
-    checkpointer.os = _Process()  # type: ignore[attr-defined]
-    owner.os = _Process()  # type: ignore[attr-defined]
+def _children_end_the_run():
+    checkpointer.os = _Process()
+    owner.os = _Process()
 
 
 class _Process:
     """The module `os`, for which every process is the same."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(os, name)
 
-    def getpid(self) -> int:
+    def getpid(self):
         return 1
 
 
@@ -262,7 +261,7 @@ class Mutant(NamedTuple):
     share: float = 0.05
 
 
-MUTANTS: dict[str, Mutant] = {
+MUTANTS = {
     "digests of blocks are not looked at": Mutant(_no_digests, "flips", ("wrong",)),
     "the digest of the manifest is not looked at": Mutant(_no_manifest_digest, "flips", ("wrong",), 0.2),
     "the digests of index and chunk table are not looked at": Mutant(_descriptions_unchecked, "flips", ("wrong",), 0.5),
@@ -292,7 +291,7 @@ MUTANTS: dict[str, Mutant] = {
 """By what is broken."""
 
 
-def apply(name: str) -> None:
+def apply(name):
     """Break the library in this process; `""` leaves it as it is."""
     if name:
         MUTANTS[name].break_it()

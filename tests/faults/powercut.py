@@ -5,21 +5,17 @@ folder was. So while something runs in a world (a folder that holds a checkpoint
 fsync what that file or folder held then. After the crash `survive` builds a world out of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
-import random
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 Loss = Literal["nothing", "everything", "bytes", "some"]
-LOSSES: tuple[Loss, ...] = ("nothing", "everything", "bytes", "some")
+LOSSES = ("nothing", "everything", "bytes", "some")
 """What is lost of the unflushed: nothing (a kill), everything, bytes but no names (delayed allocation), any part."""
 Names = dict[str, int]
 
@@ -31,9 +27,9 @@ class Flushes:
     `memory` all that is in the world is durable; with that of a process that was killed, what that one has flushed.
     """
 
-    def __init__(self, world: Path, memory: Path) -> None:
+    def __init__(self, world, memory):
         self._memory = memory
-        self._held: list[int] = []
+        self._held = []
         is_new = not memory.exists()
         memory.mkdir(exist_ok=True)
         for folder, _, names in os.walk(world):
@@ -44,18 +40,18 @@ class Flushes:
         if not is_new:
             self._set_aside({os.fstat(fd).st_ino for fd in self._held})
 
-    def _set_aside(self, named: set[int]) -> None:
+    def _set_aside(self, named):
         """The numbers of what was removed may be given to others now: what is known of it gets negative ones."""
         known = [path for path in self._memory.iterdir() if path.suffix in (".names", ".bytes")]
         gone = {int(path.stem) for path in known} - named
         for path in known:
             if path.suffix == ".names":
-                names: Names = json.loads(path.read_text())
+                names = json.loads(path.read_text())
                 path.write_text(json.dumps({name: -each if each in gone else each for name, each in names.items()}))
             if int(path.stem) in gone:
                 path.rename(path.with_name(f"-{path.name}"))
 
-    def flushed(self, fd: int) -> None:
+    def flushed(self, fd):
         """An fsync of an open file or folder has come to its end, unless another thread kills the process meanwhile."""
         found = os.fstat(fd)
         self._held.append(os.dup(fd))
@@ -69,7 +65,7 @@ class Flushes:
             shutil.copyfile(path, part)
             part.replace(self._memory / f"{found.st_ino}.bytes")
 
-    def _note_folders(self, path: str) -> None:
+    def _note_folders(self, path):
         """With its name it is durable that something is a folder, if only an empty one."""
         for each in os.scandir(path):
             names = self._memory / f"{each.inode()}.names"
@@ -77,17 +73,17 @@ class Flushes:
                 self._held.append(os.open(each.path, os.O_RDONLY))
                 names.write_text("{}")
 
-    def close(self) -> None:
+    def close(self):
         """Let go of everything that is held."""
         while self._held:
             os.close(self._held.pop())
 
 
 @contextmanager
-def watched(flushes: Flushes) -> Iterator[None]:
+def watched(flushes):
     """Inside, an fsync waits for no disk, and is remembered."""
     real = os.fsync
-    os.fsync = flushes.flushed  # type: ignore[assignment]
+    os.fsync = flushes.flushed
     try:
         yield
     finally:
@@ -95,7 +91,7 @@ def watched(flushes: Flushes) -> Iterator[None]:
         flushes.close()
 
 
-def survive(world: Path, memory: Path, target: Path, loss: Loss, dice: random.Random) -> Path:
+def survive(world, memory, target, loss, dice):
     """Build what is left of a world in the new folder `target`, and return it."""
     places = {world.stat().st_ino: world}
     for folder, folders, files in os.walk(world):
@@ -109,10 +105,10 @@ def survive(world: Path, memory: Path, target: Path, loss: Loss, dice: random.Ra
 class _Rest:
     """What is left. `places`: where each inode is that has a name now."""
 
-    def __init__(self, places: dict[int, Path], memory: Path, loss: Loss, dice: random.Random) -> None:
+    def __init__(self, places, memory, loss, dice):
         self._places, self._memory, self._loss, self._dice = places, memory, loss, dice
 
-    def folder(self, inode: int, target: Path) -> None:
+    def folder(self, inode, target):
         target.mkdir()
         for name, each in self._names_of(inode).items():
             now = self._places.get(each)
@@ -121,14 +117,14 @@ class _Rest:
             else:
                 self._file(each, now, target / name)
 
-    def _names_of(self, inode: int) -> Names:
+    def _names_of(self, inode):
         now, memory = self._places.get(inode), self._memory / f"{inode}.names"
-        flushed: Names = json.loads(memory.read_text()) if memory.exists() else {}
+        flushed = json.loads(memory.read_text()) if memory.exists() else {}
         if now is None or self._loss == "everything" or (self._loss == "some" and self._dice.random() < 0.5):
             return flushed
         return _names(now)
 
-    def _file(self, inode: int, now: Path | None, target: Path) -> None:
+    def _file(self, inode, now, target):
         memory = self._memory / f"{inode}.bytes"
         keeps = self._loss == "nothing" or (self._loss == "some" and self._dice.random() < 0.5)
         if now is not None and keeps:
@@ -140,5 +136,5 @@ class _Rest:
             target.write_bytes(bytes(size))
 
 
-def _names(folder: str | Path) -> Names:
+def _names(folder):
     return {each.name: each.inode() for each in os.scandir(folder)}

@@ -1,23 +1,16 @@
 """Ways to read a checkpoint of a root, and what has to come of them when the disk fails."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import ckptman
 from ckptman.cli.app import main
 from ckptman.format.paths import step_folder
-from tests.faults.limits import Ended
 from tests.faults.subject import blank, open_run, untouched, version_of
-from tests.faults.tally import Tally
 
 
-def _load(root: Path) -> int | None:
+def _load(root):
     state = blank()
     try:
         ckptman.load(state, root / step_folder(2))
@@ -29,7 +22,7 @@ def _load(root: Path) -> int | None:
     return version_of(state)
 
 
-def _restore(root: Path) -> int | None:
+def _restore(root):
     state = blank()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -40,8 +33,8 @@ def _restore(root: Path) -> int | None:
     return start
 
 
-def cli(*arguments: str) -> Callable[[Path], str]:
-    def work(root: Path) -> str:
+def cli(*arguments):
+    def work(root):
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             code = main([arguments[0], str(root), *arguments[1:]])
@@ -50,7 +43,7 @@ def cli(*arguments: str) -> Callable[[Path], str]:
     return work
 
 
-READS: dict[str, Callable[[Path], Any]] = {
+READS = {
     "load": _load,
     "restore": _restore,
     "list": cli("list"),
@@ -59,7 +52,7 @@ READS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def judge_read(tally: Tally, end: Ended) -> None:
+def judge_read(tally, end):
     """A read that met a failing disk: right, or refused with a clear error."""
     if end.hung:
         tally.fail("hang", "it did not end in time")

@@ -1,10 +1,5 @@
 """Where the bytes of a checkpoint are and what they are for, so that damage reaches every kind of them."""
 
-from __future__ import annotations
-
-import random
-from pathlib import Path
-
 from ckptman.format.paths import CHUNKS, INDEX, MANIFEST, METADATA
 from ckptman.loading.checkpoint_reader import SavedState
 
@@ -14,11 +9,11 @@ _WHOLE = {MANIFEST: "manifest", METADATA: ".metadata", INDEX: "index", CHUNKS: "
 _BY_PREFIX = {"blocks-": "block digests", "values-": "values of a rank"}
 
 
-def regions_of(folder: Path) -> dict[str, list[Range]]:
+def regions_of(folder):
     """The ranges of each kind of byte. All together they are every byte of every file."""
-    found: dict[str, list[Range]] = {}
+    found = {}
     state = SavedState.read(folder)
-    inside: dict[str, list[tuple[int, int, str]]] = {}
+    inside = {}
     for name in state.index.tensors:
         for chunk in state.all_chunks(name):
             size = state.dtype(name).itemsize
@@ -54,7 +49,7 @@ def regions_of(folder: Path) -> dict[str, list[Range]]:
     return {kind: [each for each in ranges if each[1] < each[2]] for kind, ranges in found.items()}
 
 
-def draw(ranges: list[Range], dice: random.Random) -> tuple[str, int]:
+def draw(ranges, dice):
     """A byte of the ranges, each as likely as any other."""
     at = dice.randrange(sum(high - low for _, low, high in ranges))
     for name, low, high in ranges:
@@ -64,7 +59,7 @@ def draw(ranges: list[Range], dice: random.Random) -> tuple[str, int]:
     raise AssertionError("there is no such byte")
 
 
-def flip(path: Path, at: int, bit: int) -> None:
+def flip(path, at, bit):
     """Change one bit. Doing it again undoes it."""
     with path.open("r+b", buffering=0) as file:
         file.seek(at)

@@ -1,14 +1,11 @@
 """What the campaign saves: a small state of every kind whose version can be told from any of its bytes."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import ckptman
-from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.durable_files import DISK
 from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to
 
@@ -18,7 +15,7 @@ POISON = 0xA5
 _MARK = "not loaded"
 
 
-def content(version: int, scale: int = 1) -> State:
+def content(version, scale=1):
     """A state: tensors of several dtypes, one over a page and one of no elements, and plain values of all kinds.
 
     At `scale` 16 the largest tensor has 1 MiB, and a place of its own on pages.
@@ -38,7 +35,7 @@ def content(version: int, scale: int = 1) -> State:
     }
 
 
-def blank(scale: int = 1) -> State:
+def blank(scale=1):
     """A state of the same shapes in which every byte and value is poison."""
     state = content(0, scale)
     for tensor in state["x"].values():
@@ -51,12 +48,12 @@ def blank(scale: int = 1) -> State:
     }
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor):
     """The elements as bytes: a view."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def same(found: State, wanted: State) -> bool:
+def same(found, wanted):
     """Whether two states are equal bit for bit, types of plain values included."""
     tensors = all(
         name in found["x"] and torch.equal(bytes_of(found["x"][name]), bytes_of(tensor))
@@ -66,27 +63,27 @@ def same(found: State, wanted: State) -> bool:
     return tensors and repr(values[0]) == repr(values[1])
 
 
-def untouched(state: State, scale: int = 1) -> bool:
+def untouched(state, scale=1):
     """Whether a poisoned state is as it was made."""
     return same(state, blank(scale))
 
 
-def version_of(state: State, scale: int = 1) -> int | None:
+def version_of(state, scale=1):
     """The version that a state is, bit for bit; None: it is a mixture, or damaged."""
     version = state["epoch"]
     return version if type(version) is int and version >= 0 and same(state, content(version, scale)) else None
 
 
-def open_run(root: Path, state: State, disk: Disk = DISK, **options: Any) -> ckptman.Checkpointer:
+def open_run(root, state, disk=DISK, **options):
     """A run that saves only when asked to, and waits 20 s for other ranks at most."""
     options = {"save_policy": ckptman.EverySteps(10**6), "timeout_seconds": 20.0, **options}
     with saving_to(disk):
         return ckptman.Checkpointer(root, state, deadline=None, **options)
 
 
-def save_versions(root: Path, versions: dict[int, int], scale: int = 1, **options: Any) -> None:
+def save_versions(root, versions, scale=1, **options):
     """Save versions by step, one after the other, in one run; nothing is saved at its end besides."""
-    state: State = content(0, scale)
+    state = content(0, scale)
     with open_run(root, state, async_save=False, **options) as run:
         run.restore()
         for step, version in versions.items():
@@ -94,14 +91,14 @@ def save_versions(root: Path, versions: dict[int, int], scale: int = 1, **option
             run.save(step)
 
 
-def load_version(folder: Path, scale: int = 1) -> int | None:
+def load_version(folder, scale=1):
     """Load a checkpoint into poison: the version it holds, None if the bytes are not those of any."""
     state = blank(scale)
     ckptman.load(state, folder)
     return version_of(state, scale)
 
 
-def save_app(root: Path, steps: int) -> None:
+def save_app(root, steps):
     """A run with a model, an optimizer, a schedule, random numbers: a checkpoint after every step."""
     app = App()
     with ckptman.Checkpointer(

@@ -8,17 +8,16 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from ckptman.errors import CkptmanError
 
 T = TypeVar("T")
 Failure = Literal["lost", "wrong", "hang", "unclear", "code", "other"]
-FAILURES: dict[Failure, str] = {
+FAILURES = {
     "lost": "committed checkpoints lost",
     "wrong": "wrong bytes loaded",
     "hang": "hangs",
@@ -44,7 +43,7 @@ REMEDY = re.compile(
 """What to do: one of the things that the messages of ckptman say."""
 
 
-def flaw_of_text(text: str) -> str | None:
+def flaw_of_text(text):
     """What an error message lacks, or None: it has to name what it is about, and say what to do."""
     if not CAUSE.search(text):
         return "names no path, rank, step or value"
@@ -53,14 +52,14 @@ def flaw_of_text(text: str) -> str | None:
     return None
 
 
-def flaw_of(error: BaseException) -> str | None:
+def flaw_of(error):
     """The same for an error that a caller of ckptman gets."""
     if not isinstance(error, CkptmanError):
         return f"{type(error).__name__} is no error of ckptman"
     return flaw_of_text(str(error))
 
 
-def pattern_of(text: str) -> str:
+def pattern_of(text):
     """A message without what differs from case to case: paths, numbers, digests, lists of names."""
     text = re.sub(r"(?:/[\w.+~-]+)+", lambda found: "PATH/" + found[0].rpartition("/")[2], text)
     text = re.sub(r"\b[0-9a-f]{8,}\b", "H", text)
@@ -92,27 +91,27 @@ class Tally:
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.dice = random.Random(f"{self.kind} {self.seed}")
         self._case = ""
-        self._known: set[str] = set()
+        self._known = set()
 
-    def some(self, all_of_them: Iterable[T]) -> list[T]:
+    def some(self, all_of_them):
         """All of them, or this tally's share, chosen by chance; at least one."""
         every = list(all_of_them)
         count = min(len(every), math.ceil(len(every) * self.share))
         return [every[at] for at in sorted(self.dice.sample(range(len(every)), count))]
 
-    def count(self, number: int, least: int = 1) -> int:
+    def count(self, number, least=1):
         """This tally's share of a number."""
         return min(number, max(least, round(number * self.share)))
 
-    def takes(self) -> bool:
+    def takes(self):
         """Whether the next one is in this tally's share."""
         return self.dice.random() < self.share
 
     @contextmanager
-    def fault(self, case: str, part: str = "") -> Iterator[None]:
+    def fault(self, case, part=""):
         """One injected fault; what is told inside is about it. An exception that leaves the block is a failure."""
         self._case = case
         self.injected += 1
@@ -126,23 +125,23 @@ class Tally:
         except Exception as error:
             self.fail("other", f"{type(error).__name__}: {error}")
 
-    def refuse(self, error: BaseException) -> None:
+    def refuse(self, error):
         """The fault was met with an error: is it a clear one?"""
         self.refused += 1
         self.hear(str(error), flaw_of(error))
 
-    def hear(self, text: str, flaw: str | Literal[False] | None = False) -> None:
+    def hear(self, text, flaw=False):
         """A message that a user gets."""
         self.texts[pattern_of(text)] += 1
         flaw = flaw_of_text(text) if flaw is False else flaw
         if flaw is not None:
             self.fail("unclear", f"{flaw}: {text}")
 
-    def survive(self) -> None:
+    def survive(self):
         """The fault did no harm."""
         self.harmless += 1
 
-    def fail(self, failure: Failure, what: str) -> None:
+    def fail(self, failure, what):
         """A promise was broken."""
         self.failures[failure] += 1
         known = f"{failure} {pattern_of(what)[:120]}"
@@ -150,28 +149,28 @@ class Tally:
             self._known.add(known)
             self.described.append(f"{failure}: {self.kind}, {self._case}: {what}"[:1000])
 
-    def check(self, holds: object, failure: Failure, what: str) -> bool:
+    def check(self, holds, failure, what):
         """Fail unless something holds."""
         if not holds:
             self.fail(failure, what)
         return bool(holds)
 
-    def skip(self, what: str) -> None:
+    def skip(self, what):
         """A part that this machine cannot do."""
         self.skipped.append(what)
 
     @property
-    def good(self) -> bool:
+    def good(self):
         return not self.failures
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self):
         """For `--out` and for the process that asked."""
         names = ("kind", "seed", "share", "injected", "refused", "harmless", "described", "skipped", "notes", "seconds")
         counts = {name: dict(getattr(self, name)) for name in ("failures", "texts", "parts")}
         return {name: getattr(self, name) for name in names} | counts
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Tally:
+    def from_dict(cls, data):
         """What `as_dict` gave."""
         tally = cls(data["kind"], data["seed"])
         for name, value in data.items():
@@ -180,7 +179,7 @@ class Tally:
 
 
 @contextmanager
-def timed(tally: Tally) -> Iterator[None]:
+def timed(tally):
     """Add the time that the block takes."""
     begun = time.monotonic()
     try:
@@ -189,7 +188,7 @@ def timed(tally: Tally) -> Iterator[None]:
         tally.seconds += time.monotonic() - begun
 
 
-def table(tallies: Sequence[Tally], titles: Mapping[str, str]) -> str:
+def table(tallies, titles):
     """The result for people and for docs/faults.md: markdown."""
     headers = ["kind of fault", "injected", "refused", "harmless", *(FAILURES[each] for each in FAILURES), "seconds"]
     rows = [_row(titles.get(each.kind, each.kind), [each]) for each in tallies]
@@ -197,13 +196,13 @@ def table(tallies: Sequence[Tally], titles: Mapping[str, str]) -> str:
     return "\n".join("| " + " | ".join(each) + " |" for each in lines)
 
 
-def _row(title: str, tallies: Iterable[Tally]) -> list[str]:
+def _row(title, tallies):
     tallies = list(tallies)
     counts = [sum(getattr(each, name) for each in tallies) for name in ("injected", "refused", "harmless")]
     counts += [sum(each.failures[name] for each in tallies) for name in FAILURES]
     return [title, *(f"{count:,}" for count in counts), f"{sum(each.seconds for each in tallies):.0f}"]
 
 
-def write(path: Path, tallies: Sequence[Tally]) -> None:
+def write(path, tallies):
     """All counts and texts, as JSON."""
     path.write_text(json.dumps([each.as_dict() for each in tallies], indent=1) + "\n")

@@ -4,13 +4,9 @@ Counted are fsync, pwrite and write to files, and whatever Python tells its audi
 rename, cuts, removals. So nothing that a run does to a disk goes by uncounted, through whatever layer it does it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
-from pathlib import Path
-from typing import Any
 
 DEAD = 77
 """Exit code of a process that was ended here."""
@@ -24,20 +20,20 @@ class Tap:
     With `half`, a write at that number leaves half of its bytes. `install` puts it in place for good, in a fork.
     """
 
-    def __init__(self, world: Path, at: int, half: bool = False) -> None:
+    def __init__(self, world, at, half=False):
         self._world, self._at, self._half = f"{world}/", at, half
         self._turn = threading.RLock()
         self.count = 0
-        self.writes: list[int] = []
+        self.writes = []
         """The numbers of those that write, where half of it can be done."""
 
-    def install(self) -> None:
+    def install(self):
         for name in ("fsync", "pwrite", "write"):
             setattr(os, name, self._tapped(getattr(os, name), name != "fsync"))
         sys.addaudithook(self._hear)
 
-    def _tapped(self, real: Any, writes: bool) -> Any:
-        def call(fd: int, *arguments: Any) -> Any:
+    def _tapped(self, real, writes):
+        def call(fd, *arguments):
             if not self._is_ours(fd):
                 return real(fd, *arguments)
             with self._turn:
@@ -53,7 +49,7 @@ class Tap:
 
         return call
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _hear(self, event, arguments):
         if event == "open":
             path, _, flags = arguments
             if not (isinstance(flags, int) and flags & _WRITES):
@@ -74,15 +70,15 @@ class Tap:
             with self._turn:
                 self._pass()
 
-    def _is_now(self) -> bool:
+    def _is_now(self):
         return self.count == self._at
 
-    def _pass(self) -> None:
+    def _pass(self):
         if self._is_now():
             os._exit(DEAD)
         self.count += 1
 
-    def _is_ours(self, fd: int) -> bool:
+    def _is_ours(self, fd):
         try:
             return os.readlink(f"/proc/self/fd/{fd}").startswith(self._world)  # noqa: PTH115 called for each write
         except OSError:

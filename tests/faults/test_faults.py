@@ -1,7 +1,5 @@
 """A small share of the fault campaign (`make faults` is all of it), and proof that it notices a broken library."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -33,7 +31,7 @@ SHARES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_share_of_each_kind(kind: str) -> None:
+def test_a_share_of_each_kind(kind):
     """In a process of its own, which has no threads and process groups of other tests: some cases fork."""
     tally = run_apart(kind, random.SystemRandom().randrange(2**32), SHARES[kind], "")
     assert tally.good, f"seed {tally.seed}\n{report([tally])}"
@@ -50,20 +48,20 @@ def test_a_share_of_each_kind(kind: str) -> None:
         ("what JSON cannot be is not caught", 0.02),
     ],
 )
-def test_a_broken_library_is_noticed(mutant: str, share: float) -> None:
+def test_a_broken_library_is_noticed(mutant, share):
     """One for each way of looking; `python -m tests.faults --mutants` tries them all."""
     broken = MUTANTS[mutant]
     tally = run_apart(broken.kind, 1, share, mutant)
     assert any(tally.failures[each] for each in broken.failures), report([tally])
 
 
-def test_every_mutant_breaks_something_that_is_there() -> None:
+def test_every_mutant_breaks_something_that_is_there():
     for name in MUTANTS:
         end = in_child(MUTANTS[name].break_it, 10)
         assert end.in_order, f"{name}: {end.error}"
 
 
-def test_a_power_cut_after_a_kill_takes_what_neither_process_has_flushed(tmp_path: Path) -> None:
+def test_a_power_cut_after_a_kill_takes_what_neither_process_has_flushed(tmp_path):
     world, memory = tmp_path / "world", tmp_path / "memory"
     world.mkdir()
     (world / "old").write_bytes(b"old")
@@ -83,14 +81,14 @@ def test_a_power_cut_after_a_kill_takes_what_neither_process_has_flushed(tmp_pat
     assert not any((left / "new").read_bytes() + (left / "written").read_bytes())
 
 
-def test_what_an_error_has_to_say() -> None:
+def test_what_an_error_has_to_say():
     assert flaw_of(CorruptError("/root/step-1/index.json was cut: restore an older checkpoint")) is None
     assert flaw_of(ValueError("/root/step-1/index.json was cut: restore an older checkpoint")) is not None
     assert "path" in (flaw_of_text("something is wrong: restore an older checkpoint") or "")
     assert "what to do" in (flaw_of_text("/root/step-1/index.json was cut") or "")
 
 
-def test_a_tally_counts_every_class_of_failure() -> None:
+def test_a_tally_counts_every_class_of_failure():
     tally = Tally("x", 1)
     for failure in FAILURES:
         with tally.fault("case"):
@@ -103,6 +101,6 @@ def test_a_tally_counts_every_class_of_failure() -> None:
     assert "| **in all** | 7 | 0 | 0 | 1 | 1 | 1 | 1 | 1 | 2 | 0 |" in report([tally])
 
 
-def test_the_corpus_is_small() -> None:
+def test_the_corpus_is_small():
     kept = [path for path in (Path(__file__).parent / "corpus").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in kept) < 200_000

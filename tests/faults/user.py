@@ -6,8 +6,6 @@ values of ranks. Then the run goes on from the newest one, to the very end of th
 leave no trace.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -18,9 +16,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +31,6 @@ from ckptman.format.paths import outcome_path
 from ckptman.runtime.outcome import read_outcome
 from tests.faults.limits import in_child
 from tests.faults.mutants import apply
-from tests.faults.tally import Tally
 
 CASES = 2000
 STEPS = 9
@@ -55,7 +50,7 @@ class Fault(Exception):
 class Loop:
     """A small training loop of its user, with everything that a state can have."""
 
-    def __init__(self, hidden: bool) -> None:
+    def __init__(self, hidden):
         torch.manual_seed(3)
         random.seed(4)
         np.random.seed(5)
@@ -69,26 +64,26 @@ class Loop:
         self.hidden = hidden
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self):
         model = ckptman.Trainable(self.model)
         inner = {"model": model, "optimizer": self.optimizer, "schedule": self.schedule}
         outer = {"data": self.data, "counts": self.counts, "seen": self.seen, "rng": ckptman.RNGState()}
         return {"trainer": self, **outer} if self.hidden else {**inner, **outer}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule")}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         for name, values in state.items():
             getattr(self, name).load_state_dict(values)
 
-    def batches(self) -> Iterator[torch.Tensor]:
+    def batches(self):
         """Batches of one epoch after the other."""
         while True:
             for (batch,) in self.data:
                 yield batch
 
-    def step(self, batch: torch.Tensor, at: Callable[[str], bool]) -> bool:
+    def step(self, batch, at):
         """Train on a batch. Returns whether to break, as soon as `at` says so of a point."""
         if at("fetched"):
             return True
@@ -105,7 +100,7 @@ class Loop:
         self.seen.value[0] += 1
         return at("updated")
 
-    def digest(self) -> str:
+    def digest(self):
         """Of all that the state holds, generators included."""
         torch_state = torch.get_rng_state().numpy().tobytes()
         numpy_state = np.random.get_state(legacy=True)
@@ -119,7 +114,7 @@ class Loop:
 
 
 @functools.cache
-def reference() -> tuple[str, ...]:
+def reference():
     """Digests of a run that nobody disturbed, before its first step and after each."""
     loop = Loop(hidden=False)
     found, batches = [loop.digest()], loop.batches()
@@ -129,7 +124,7 @@ def reference() -> tuple[str, ...]:
     return tuple(found)
 
 
-def run(tally: Tally) -> None:
+def run(tally):
     """2,000 loops, each with a fault or two."""
     torch.set_num_threads(1)
     reference()
@@ -149,14 +144,14 @@ def run(tally: Tally) -> None:
         }
         with tally.fault(f"loop {number}: {plan}", fault), tempfile.TemporaryDirectory(prefix="faults-") as folder:
             root = Path(folder, "root")
-            loop = in_child(lambda root=root, plan=plan: disturbed(root, plan, tally.mutant), SECONDS)  # type: ignore[misc]
+            loop = in_child(lambda root=root, plan=plan: disturbed(root, plan, tally.mutant), SECONDS)
             if loop.hung:
                 tally.fail("hang", f"the loop hangs: {loop.said[-1500:]}")
                 continue
             if not loop.in_order:
                 tally.fail("other", f"the loop ended with {loop.status}, {loop.error!r}: {loop.said[-700:]}")
                 continue
-            judged = in_child(lambda root=root, plan=plan: judge(root, plan), SECONDS)  # type: ignore[misc]
+            judged = in_child(lambda root=root, plan=plan: judge(root, plan), SECONDS)
             if not judged.in_order:
                 tally.fail("hang" if judged.hung else "other", f"{judged.error!r}: {judged.said[-700:]}")
             elif judged.value:
@@ -165,7 +160,7 @@ def run(tally: Tally) -> None:
                 tally.survive()
 
 
-def disturbed(root: Path, plan: dict[str, Any], mutant: str) -> None:
+def disturbed(root, plan, mutant):
     """The loop with its fault, which ends as the fault has it end."""
     import faulthandler
 
@@ -173,14 +168,14 @@ def disturbed(root: Path, plan: dict[str, Any], mutant: str) -> None:
     apply(mutant)
     me, loop = os.getpid(), Loop(plan["hidden"])
 
-    def at(step: int, point: str) -> bool:
+    def at(step, point):
         return (point, step) == (plan["point"], plan["step"]) and act(plan["fault"], me, root, checkpointer[0])
 
-    checkpointer: list[Any] = []
+    checkpointer = []
     retention = None if plan["keep"] is None else ckptman.KeepLast(plan["keep"])
     policy = ckptman.EverySteps(plan["every"]) | ckptman.OnStop()
 
-    def train() -> Iterator[int]:
+    def train():
         with ckptman.Checkpointer(
             root, loop.state, save_policy=policy, retention=retention, async_save=plan["async_save"], watchdog=None
         ) as made:
@@ -212,7 +207,7 @@ def disturbed(root: Path, plan: dict[str, Any], mutant: str) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def act(fault: str, me: int, root: Path, checkpointer: Any) -> bool:
+def act(fault, me, root, checkpointer):
     """Do what the fault is. Returns whether the loop is to break."""
     kind, _, rest = fault.partition(" ")
     if kind == "raise":
@@ -245,7 +240,7 @@ def act(fault: str, me: int, root: Path, checkpointer: Any) -> bool:
     return kind == "break"
 
 
-def judge(root: Path, plan: dict[str, Any]) -> str:
+def judge(root, plan):
     """What is wrong with what the loop left; "": nothing."""
     import faulthandler
 
@@ -281,7 +276,7 @@ def judge(root: Path, plan: dict[str, Any]) -> str:
     return "" if threading.active_count() < 10 else "threads are left"
 
 
-def least_step(plan: dict[str, Any]) -> int:
+def least_step(plan):
     """The last step that `step()` was told of for certain."""
     kind = plan["fault"].partition(" ")[0]
     if kind in ("fork", "nested"):

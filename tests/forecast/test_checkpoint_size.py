@@ -1,11 +1,7 @@
 """What a checkpoint and a GPU need, worked out; and held against real saves and real activations."""
 
-from __future__ import annotations
-
 import math
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +16,6 @@ from ckptman.forecast.checkpoint_size import (
     SCHEDULED_VALUES,
     SavedTensor,
     SavedValues,
-    Size,
     checkpoint_size,
     frozen,
     parameter_count,
@@ -59,7 +54,7 @@ OTHERS = tuple(f"scheduler.{each}" for each in (*SCHEDULER, "lr_lambdas"))
 quick = settings(max_examples=60, deadline=None, print_blob=True)
 
 
-def small_model() -> nn.Module:
+def small_model():
     """Tied, frozen and half-precision parameters, a buffer, and sizes that fill no block."""
     model = nn.ModuleDict(
         {
@@ -75,32 +70,32 @@ def small_model() -> nn.Module:
     return model
 
 
-def no_module() -> int:
+def no_module():
     return 7
 
 
-def broken() -> nn.Module:
+def broken():
     raise OSError("no weights\x1b[31m here")
 
 
 # ---- the rule --------------------------------------------------------------------------------------------------------
 
 
-def test_the_rule_gives_the_figure_of_the_practitioners() -> None:
+def test_the_rule_gives_the_figure_of_the_practitioners():
     assert rule_bytes(7e9, 2) == 70e9
     assert state_bytes(7e9, 2, moments=2, moment_bytes=4) == 70e9
     assert state_bytes(9e9, 4) == 108e9
 
 
 @pytest.mark.parametrize("count", [0, -1, float("nan"), float("inf")])
-def test_no_parameters_are_refused(count: float) -> None:
+def test_no_parameters_are_refused(count):
     with pytest.raises(IntervalError, match="parameters must be a finite number above 0"):
         rule_bytes(count, 4)
     with pytest.raises(IntervalError, match="parameters must be"):
         state_bytes(count, 4)
 
 
-def test_the_shapes_of_the_bundled_model_are_those_it_has() -> None:
+def test_the_shapes_of_the_bundled_model_are_those_it_has():
     for config in (LOOP, ModelConfig(dim=64, layers=2, heads=4, kv_heads=4, ffn_dim=100)):
         with torch.device("meta"):
             model = Decoder(config, VOCAB)
@@ -112,7 +107,7 @@ def test_the_shapes_of_the_bundled_model_are_those_it_has() -> None:
 # ---- held against real saves -----------------------------------------------------------------------------------------
 
 
-def written(folder: Path) -> tuple[dict[str, int], int]:
+def written(folder):
     """The data files of a checkpoint and their bytes, and those of all its files."""
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     manifest = read_manifest(folder).files
@@ -120,14 +115,14 @@ def written(folder: Path) -> tuple[dict[str, int], int]:
     return {name: size for name, size in files.items() if name.endswith(".distcp")}, sum(files.values())
 
 
-def assert_as_planned(size: Size, folder: Path, ranks: int = 1) -> None:
+def assert_as_planned(size, folder, ranks=1):
     data, total = written(folder)
     assert size.data == sum(data.values())
     assert size.largest == max(data.values())
     assert abs(size.total - total) <= STATED_BYTES * ranks, (size, total)
 
 
-def test_the_size_for_a_function_is_that_of_a_real_save(tmp_path: Path) -> None:
+def test_the_size_for_a_function_is_that_of_a_real_save(tmp_path):
     model = small_model()
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained)
@@ -145,7 +140,7 @@ def test_the_size_for_a_function_is_that_of_a_real_save(tmp_path: Path) -> None:
     assert size.payload == sum(each.nbytes for each in held)
 
 
-def save_of_the_loop(root: str, config: ModelConfig, replicas: int, shards: int) -> None:
+def save_of_the_loop(root, config, replicas, shards):
     mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
     world = World(int(os.environ["RANK"]), replicas * shards, torch.device("cpu"), mesh)
     model = build_model(config, ParallelConfig(device="cpu"), VOCAB, 1, world)
@@ -153,7 +148,7 @@ def save_of_the_loop(root: str, config: ModelConfig, replicas: int, shards: int)
     scheduler = build_scheduler(optimizer, OptimizerConfig(), 10)
     token_loss_sum(model(torch.zeros(1, 4, dtype=torch.int64)), torch.zeros(1, 4, dtype=torch.int64)).backward()
     optimizer.step()
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     with ckptman.Checkpointer(
         root, state | {"rng": ckptman.RNGState()}, save_policy=ckptman.AtStep(1), async_save=False
     ) as checkpointer:
@@ -165,9 +160,7 @@ def save_of_the_loop(root: str, config: ModelConfig, replicas: int, shards: int)
 @pytest.mark.parametrize(
     ("config", "replicas", "shards"), [(LOOP, 1, 1), (LOOP, 2, 2), (LOOP, 1, 3), (LOOP, 3, 1), (DEEP, 1, 1)]
 )
-def test_the_size_for_a_configuration_is_that_of_a_real_save(
-    tmp_path: Path, config: ModelConfig, replicas: int, shards: int
-) -> None:
+def test_the_size_for_a_configuration_is_that_of_a_real_save(tmp_path, config, replicas, shards):
     run_ranks(replicas * shards, save_of_the_loop, str(tmp_path / "run"), config, replicas, shards)
     tensors = with_optimizer([SavedTensor(name, shape) for name, shape in parameter_shapes(config, VOCAB)])
     size = checkpoint_size(tensors, SavedValues(SCHEDULED_VALUES, OTHERS), replicas, shards)
@@ -180,7 +173,7 @@ def test_the_size_for_a_configuration_is_that_of_a_real_save(
     replicas=st.integers(1, 7),
     shards=st.integers(1, 64),
 )
-def test_however_it_is_cut_each_byte_is_written_once(shapes: list[list[int]], replicas: int, shards: int) -> None:
+def test_however_it_is_cut_each_byte_is_written_once(shapes, replicas, shards):
     tensors = with_optimizer([SavedTensor(f"p{number}", tuple(shape)) for number, shape in enumerate(shapes)])
     alone = checkpoint_size(tensors, SavedValues())
     size = checkpoint_size(tensors, SavedValues(), replicas, shards)
@@ -192,7 +185,7 @@ def test_however_it_is_cut_each_byte_is_written_once(shapes: list[list[int]], re
     assert size.largest <= size.data
 
 
-def test_a_checkpoint_of_sixteen_thousand_ranks_is_laid_out_at_once() -> None:
+def test_a_checkpoint_of_sixteen_thousand_ranks_is_laid_out_at_once():
     large = ModelConfig(dim=16384, layers=126, heads=128, kv_heads=8, ffn_dim=53248, tied=False)
     tensors = with_optimizer([SavedTensor(name, shape) for name, shape in parameter_shapes(large, 128_256)])
     for replicas, shards in ((2048, 8), (16, 1024)):
@@ -217,7 +210,7 @@ def test_a_checkpoint_of_sixteen_thousand_ranks_is_laid_out_at_once() -> None:
         (f"{__name__}:written", "missing 1 required positional argument"),
     ],
 )
-def test_a_function_that_gives_no_model_is_one_clear_error(written_so: str, told: str) -> None:
+def test_a_function_that_gives_no_model_is_one_clear_error(written_so, told):
     with pytest.raises(ConfigError) as caught:
         tensors_of(written_so)
     assert told in str(caught.value)
@@ -227,12 +220,12 @@ def test_a_function_that_gives_no_model_is_one_clear_error(written_so: str, told
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def saved_bytes(model: Decoder, tokens: torch.Tensor) -> int:
+def saved_bytes(model, tokens):
     """Bytes that the backward pass of the layers needs, parameters left out."""
     own = {each.untyped_storage().data_ptr() for each in model.parameters()}
-    seen: dict[int, torch.UntypedStorage] = {}
+    seen = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             seen[storage.data_ptr()] = storage  # held, so that no other takes its place
@@ -245,7 +238,7 @@ def saved_bytes(model: Decoder, tokens: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.parametrize("hidden", [704, 1000])
-def test_activations_are_those_that_the_bundled_model_keeps(kv_heads: int, hidden: int) -> None:
+def test_activations_are_those_that_the_bundled_model_keeps(kv_heads, hidden):
     batch = Batch(tokens=2 * 64, item_bytes=4)
     per_layer = {}
     for recompute in (False, True):
@@ -265,7 +258,7 @@ def test_activations_are_those_that_the_bundled_model_keeps(kv_heads: int, hidde
     assert per_layer[True] == again_each == 256
 
 
-def test_memory_is_cut_by_the_ranks_that_share_a_copy() -> None:
+def test_memory_is_cut_by_the_ranks_that_share_a_copy():
     shape = Shape(4096, 32, 128_256, 14_336, 0.25)
     alone, shared = (
         {each.name: each.value for each in memory_figures(Weights(8_000_000_000, 4, 8, shards), shape, Batch(8192))}
@@ -277,7 +270,7 @@ def test_memory_is_cut_by_the_ranks_that_share_a_copy() -> None:
     assert shared["total_checkpointed"] < shared["total_plain"] < alone["total_plain"]
 
 
-def test_gradients_are_whole_where_micro_batches_are_accumulated() -> None:
+def test_gradients_are_whole_where_micro_batches_are_accumulated():
     shape = Shape(1024, 8, 1000, 2816)
     figures = memory_figures(Weights(10**9, 4, 8, 8, accumulates=True), shape, Batch(512))
     (gradients,) = (each for each in figures if each.name == "gradients")
@@ -286,7 +279,7 @@ def test_gradients_are_whole_where_micro_batches_are_accumulated() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_is_in_no_layer_is_gathered_all_the_time_with_its_gradients(tied: bool) -> None:
+def test_what_is_in_no_layer_is_gathered_all_the_time_with_its_gradients(tied):
     """As `build_model` wraps it: each block by itself, and the rest with the root."""
     config = ModelConfig(dim=192, layers=3, heads=6, kv_heads=2, tied=tied)
     sizes = [(name, math.prod(each)) for name, each in parameter_shapes(config, VOCAB)]
@@ -300,7 +293,7 @@ def test_what_is_in_no_layer_is_gathered_all_the_time_with_its_gradients(tied: b
     assert ("(embedding)" if tied else "(embedding and head)") in gathered.formula
 
 
-def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
+def test_frozen_parameters_have_neither_gradients_nor_moments():
     found = tensors_of(f"{__name__}:small_model")
     assert [each.name for each in frozen(found)] == ["frozen.weight", "frozen.bias"]  # and not the tied head
     shape = Shape(4096, 32, 32_000, 14_336)
@@ -316,7 +309,7 @@ def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
 @pytest.mark.parametrize(
     ("parameters", "dim", "layers"), [(6.7e9, 4096, 32), (70e9, 8192, 80), (405e9, 16384, 126), (13e9, 5120, 40)]
 )
-def test_a_likely_shape_is_near_that_of_known_models(parameters: float, dim: int, layers: int) -> None:
+def test_a_likely_shape_is_near_that_of_known_models(parameters, dim, layers):
     shape = likely_shape(parameters, 32_000)
     assert shape.assumed
     assert shape.dim == pytest.approx(dim, rel=0.15)

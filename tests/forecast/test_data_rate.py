@@ -1,7 +1,5 @@
 """Whether a loader keeps up: with how many workers, and in which words."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptman.forecast.data_rate import Need, judge
@@ -24,9 +22,7 @@ from ckptman.forecast.data_rate import Need, judge
         (Need(1), [(0, 2), (1, 1.1)], "tight", 1, 1, "1 worker gives 1.1 batches/s"),
     ],
 )
-def test_judgements(
-    need: Need, rates: list[tuple[int, float]], verdict: str, workers: int, num_workers: int, text: str
-) -> None:
+def test_judgements(need, rates, verdict, workers, num_workers, text):
     if need.ranks == 80:  # more ranks than CPUs: they share what there is
         assert judge(need, rates, cpus=8).verdict == "tight"
         return

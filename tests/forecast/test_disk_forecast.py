@@ -1,12 +1,9 @@
 """What rules keep of a run, as `ckptman plan` counts it, against the rules themselves on every save of the run."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +25,6 @@ from ckptman.policies.retention import (
     KeepWeekly,
     KeepWithin,
     Record,
-    RetentionPolicy,
     plan,
 )
 from ckptman.policies.save_policies import AtStep, DalyInterval, EverySeconds, EverySteps, InitTimeInterval, OnStop
@@ -39,14 +35,14 @@ BEGUN = datetime(2026, 1, 1, tzinfo=timezone.utc).timestamp()
 GB = 10**9
 
 
-def records_of(saves: Saves, start: float = 0.0) -> list[Record]:
+def records_of(saves, start=0.0):
     return [
         Record(saves.step(number), number, start + number * saves.interval_seconds, 1, {})
         for number in range(1, saves.count + 1)
     ]
 
 
-def tried(policy: RetentionPolicy, records: list[Record]) -> int:
+def tried(policy, records):
     return sum(verdict.keep for verdict in plan(records, policy))
 
 
@@ -63,7 +59,7 @@ def tried(policy: RetentionPolicy, records: list[Record]) -> int:
         (KeepLast(9), Saves(10.0, 4.0)),
     ],
 )
-def test_kept_is_what_the_rules_keep_of_every_save(policy: RetentionPolicy, saves: Saves) -> None:
+def test_kept_is_what_the_rules_keep_of_every_save(policy, saves):
     records = records_of(saves)
     if "905" in str(policy):  # no save falls on it, so it is saved besides
         records = [*records[:10], replace(records[9], step=905, time_seconds=9050.0), *records[10:]]
@@ -72,11 +68,11 @@ def test_kept_is_what_the_rules_keep_of_every_save(policy: RetentionPolicy, save
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_start_in_the_calendar_keeps_more(seed: int) -> None:
+def test_no_start_in_the_calendar_keeps_more(seed):
     print(f"seed {seed}")
     generator = random.Random(seed)
     counts = [generator.randint(1, 12) for _ in range(5)]
-    rules: list[RetentionPolicy] = [
+    rules = [
         *(KeepHourly(counts[0]), KeepDaily(counts[1]), KeepWeekly(counts[2]), KeepMonthly(counts[3])),
         KeepLast(counts[4]),
     ]
@@ -90,7 +86,7 @@ def test_no_start_in_the_calendar_keeps_more(seed: int) -> None:
     assert most <= found <= most + 1, policy
 
 
-def test_a_month_is_counted_from_its_worst_day() -> None:
+def test_a_month_is_counted_from_its_worst_day():
     saves = Saves(30 * DAY, 900.0)
     assert most_kept(KeepMonthly(12), saves) == 3  # 31 January to 1 March
     assert most_kept(KeepWeekly(10), saves) == 6
@@ -99,7 +95,7 @@ def test_a_month_is_counted_from_its_worst_day() -> None:
     assert most_kept(KeepHourly(10**9) | KeepLast(10**6), Saves(1e12, 1.0)) > 2 * 10**8
 
 
-def test_each_metric_has_its_own_best(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_metric_has_its_own_best(capsys):
     saves = Saves(30 * DAY, 1000.0)
     assert most_kept(KeepLast(3) | KeepBest("loss", 2) | KeepBest("acc", 2, "max"), saves) == 7
     assert most_kept(KeepLast(3) | KeepBest("loss", 2) | KeepBest("loss", 1), saves) == 5
@@ -110,12 +106,12 @@ def test_each_metric_has_its_own_best(capsys: pytest.CaptureFixture[str]) -> Non
     assert tier["kept"] == 7
 
 
-def disk(policy: RetentionPolicy | None, saves: Saves) -> tuple[float, float, str]:
+def disk(policy, saves):
     _, kept, room = disk_figures(policy, GB, saves)
     return kept.value, room.value / GB, room.formula
 
 
-def test_what_lies_beside_the_kept_is_counted_in_words() -> None:
+def test_what_lies_beside_the_kept_is_counted_in_words():
     saves = Saves(DAY, 900.0)
     words = "(1 by the rules + 1 that the run went on from + 1 the newest verified + 1 being saved) x 1 GB"
     assert disk(KeepLast(1), saves) == (1, 4, words)
@@ -129,9 +125,9 @@ def test_what_lies_beside_the_kept_is_counted_in_words() -> None:
     assert disk(KeepLast(2), Saves(10.0, 9.0))[:2] == (1, 1)
 
 
-def test_a_resumed_run_has_no_more_than_is_planned(tmp_path: Path) -> None:
+def test_a_resumed_run_has_no_more_than_is_planned(tmp_path):
     root, state = tmp_path / "run", {"n": {"n": torch.zeros(4)}}
-    rules: dict[str, Any] = {"save_policy": EverySteps(1), "retention": KeepLast(1)}
+    rules = {"save_policy": EverySteps(1), "retention": KeepLast(1)}
     with ckptman.Checkpointer(root, state, **rules) as checkpointer:
         checkpointer.restore()
         checkpointer.step(1)
@@ -143,8 +139,8 @@ def test_a_resumed_run_has_no_more_than_is_planned(tmp_path: Path) -> None:
     assert 2 <= most <= disk(KeepLast(1), Saves(DAY, 900.0))[1]
 
 
-def test_the_cadence_is_the_shortest_interval_and_no_shorter_than_a_save() -> None:
-    def cadence(policy: Any, step_seconds: float | None = None) -> float | None:
+def test_the_cadence_is_the_shortest_interval_and_no_shorter_than_a_save():
+    def cadence(policy, step_seconds=None):
         return cadence_seconds(policy, 1.0, 50.0, 100.0, step_seconds)
 
     assert cadence(EverySeconds(60) | OnStop() | InitTimeInterval(factor=4)) == 60
@@ -158,14 +154,12 @@ def test_the_cadence_is_the_shortest_interval_and_no_shorter_than_a_save() -> No
     assert cadence(None) is None
 
 
-def test_a_configuration_is_planned_at_its_own_interval(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_is_planned_at_its_own_interval(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(CONFIG)
     arguments = ["plan", "--config", "run.toml", "--tier", "a=2GB/s"]
 
-    def saves(*changes: str) -> int:
+    def saves(*changes):
         (tier,) = planned([*arguments, *changes], capsys)["tiers"]
         return int(tier["saves"])
 

@@ -1,10 +1,8 @@
 """What a failure costs by each way to go on, and what checkpoints in memory take: as the code that saves takes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +21,6 @@ from ckptman.forecast.failure_costs import (
     failure_figures,
     node_figures,
 )
-from ckptman.forecast.figures import Figure
 from ckptman.forecast.goodput import Costs, shares
 from ckptman.forecast.save_costs import Life, Saving, TierRates, tier_figures
 from ckptman.io.durable_files import DISK
@@ -37,20 +34,18 @@ LIFE = Life(init_seconds=600, mtbf_seconds=4 * 3600, notice_seconds=30, queue_se
 NODES = Nodes(count=4, ranks=8, exchange_bytes_per_second=4e9)
 
 
-def by_name(figures: list[Figure]) -> dict[str, float]:
+def by_name(figures):
     return {each.name: each.value for each in figures}
 
 
-def costs(
-    nodes: Nodes = NODES, life: Life = LIFE, in_place: float | None = None, survived: float = 0.9
-) -> dict[str, dict[str, float]]:
+def costs(nodes=NODES, life=LIFE, in_place=None, survived=0.9):
     disk = {each.name: each for each in tier_figures(TierRates("scratch", 1e9, 2e9, "1 GB/s"), SAVING, life)}
     taken = {each.name: each for each in node_figures(nodes, SAVING, CostShare(), None)}
     found = failure_figures(disk, taken, life, in_place, survived)
     return {name: by_name(figures) for name, figures in found.items()}
 
 
-def test_a_node_needs_what_saves_to_memory_ask_for() -> None:
+def test_a_node_needs_what_saves_to_memory_ask_for():
     assert memory_saves.SLOTS == SLOTS
     part, ranks, nodes = 7, 2, 3
     places = [Place(f"n{rank // ranks}") for rank in range(nodes * ranks)]
@@ -66,7 +61,7 @@ def test_a_node_needs_what_saves_to_memory_ask_for() -> None:
         assert told["of_a_node"] == sum(of_rank) == (SLOTS + RECEIVED * (copies - 1)) * ranks * part
 
 
-def test_the_interval_in_memory_costs_one_percent_and_is_no_shorter_than_the_exchange() -> None:
+def test_the_interval_in_memory_costs_one_percent_and_is_no_shorter_than_the_exchange():
     told = by_name(node_figures(NODES, SAVING, CostShare(), None))
     assert (told["stall"], told["exchange"], told["counts_after"]) == (0.2, 4.0, 4.2)
     assert (told["interval"], told["stalled"]) == (20.0, 0.01)
@@ -80,7 +75,7 @@ def test_the_interval_in_memory_costs_one_percent_and_is_no_shorter_than_the_exc
     assert (alone["copies"], alone["exchange"], alone["of_a_node"]) == (1, 0, SLOTS * 8 * 2 * GB)
 
 
-def test_what_a_failure_costs_is_half_an_interval_and_what_passes_until_it_trains_again() -> None:
+def test_what_a_failure_costs_is_half_an_interval_and_what_passes_until_it_trains_again():
     found = costs()
     disk, memory, in_place = (found[name] for name in (DISK_ALONE, WITH_MEMORY, IN_PLACE))
     save, load, stall = 64, 32, 0.2
@@ -97,7 +92,7 @@ def test_what_a_failure_costs_is_half_an_interval_and_what_passes_until_it_train
     assert costs(in_place=45)[IN_PLACE]["goodput"] > in_place["goodput"] > disk["goodput"]
 
 
-def test_disk_alone_is_what_the_tier_says_with_the_queue() -> None:
+def test_disk_alone_is_what_the_tier_says_with_the_queue():
     figures = by_name(tier_figures(TierRates("scratch", 1e9, 2e9, "1 GB/s"), SAVING, LIFE))
     disk = costs()[DISK_ALONE]
     assert disk["goodput"] == figures["goodput"]
@@ -118,9 +113,7 @@ def test_disk_alone_is_what_the_tier_says_with_the_queue() -> None:
     survived=st.floats(0, 1),
     copies=st.integers(1, 4),
 )
-def test_shares_are_shares(
-    notice: float, queue: float, mtbf: float, in_place: float | None, survived: float, copies: int
-) -> None:
+def test_shares_are_shares(notice, queue, mtbf, in_place, survived, copies):
     found = costs(
         Nodes(4, 8, 4e9, copies), Life(600, mtbf, notice_seconds=notice, queue_seconds=queue), in_place, survived
     )
@@ -137,7 +130,7 @@ def test_shares_are_shares(
         ({"exchange_bytes_per_second": 0.0}, "--exchange must be a finite number above 0"),
     ],
 )
-def test_what_cannot_be(nodes: dict[str, Any], told: str) -> None:
+def test_what_cannot_be(nodes, told):
     with pytest.raises(IntervalError, match=told):
         node_figures(
             Nodes(**{"count": 2, "ranks": 1, "exchange_bytes_per_second": 1e9} | nodes), SAVING, CostShare(), None

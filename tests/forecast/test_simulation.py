@@ -1,10 +1,7 @@
 """The derived interval against the best one that can be found, on failures that are played; and the formulas' means."""
 
-from __future__ import annotations
-
 import math
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckptman.errors import IntervalError
 from ckptman.forecast.goodput import Costs, InMemory, best_interval_seconds, goodput_with_memory, shares
-from ckptman.forecast.simulation import Played, play, play_all, play_grid
+from ckptman.forecast.simulation import play, play_all, play_grid
 from ckptman.policies.intervals import daly_interval_seconds, young_interval_seconds
 
 SEED = 20_240
@@ -22,11 +19,11 @@ HOUR, MINUTE = 3600.0, 60.0
 quick = settings(max_examples=100, deadline=None, print_blob=True)
 
 
-def best_of(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, shortest: float, longest: float) -> Played:
+def best_of(runs, seconds, costs, shortest, longest):
     return max(play_grid(runs, seconds, costs, shortest, longest, 97), key=lambda each: each.goodput)
 
 
-def at_random(mean: float, count: int = FAILURES, seed: int = SEED) -> list[float]:
+def at_random(mean, count=FAILURES, seed=SEED):
     """Times of failures that are exponential with this mean."""
     print(f"seed {seed}")
     generator, time, found = random.Random(seed), 0.0, []
@@ -36,12 +33,12 @@ def at_random(mean: float, count: int = FAILURES, seed: int = SEED) -> list[floa
     return found
 
 
-def step_by_step(failures: Sequence[float], seconds: int, costs: Costs, interval: int) -> float:
+def step_by_step(failures, seconds, costs, interval):
     """The same run, one second after another, with nothing but what the documentation says. Whole numbers only."""
     interval = max(interval, int(costs.settled_seconds))
     lasting = kept_work = work = 0
     up_since, save_since = 0, -1
-    durable: list[tuple[int, int]] = []  # when a save counts, and the work that is in it
+    durable = []  # when a save counts, and the work that is in it
     for now in range(seconds + 1):
         if now in failures:
             done = [held for when, held in durable if when <= now]
@@ -60,7 +57,7 @@ def step_by_step(failures: Sequence[float], seconds: int, costs: Costs, interval
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_playing_from_failure_to_failure_is_playing_second_by_second(seed: int) -> None:
+def test_playing_from_failure_to_failure_is_playing_second_by_second(seed):
     print(f"seed {seed}")
     generator = random.Random(seed)
     seconds = 3_000
@@ -81,9 +78,7 @@ def test_playing_from_failure_to_failure_is_playing_second_by_second(seed: int) 
     interval=st.floats(1, 10_000),
     seconds=st.floats(1, 20_000),
 )
-def test_all_time_is_accounted_for(
-    gaps: list[float], stall: float, more: float, restart: float, interval: float, seconds: float
-) -> None:
+def test_all_time_is_accounted_for(gaps, stall, more, restart, interval, seconds):
     failures, time = [], 0.0
     for gap in gaps:
         time += gap
@@ -97,13 +92,13 @@ def test_all_time_is_accounted_for(
     assert 0 <= played.goodput <= 1 + 1e-9
 
 
-def test_no_failure_loses_nothing_but_the_stalls() -> None:
+def test_no_failure_loses_nothing_but_the_stalls():
     played = play([], 1000.0, Costs(10, 20, 600), 100.0)
     assert (played.good_seconds, played.lost_seconds, played.stalled_seconds) == (910.0, 0.0, 90.0)
     assert played.saves == 10  # the last one begins at the end, and blocks nothing any more
 
 
-def test_a_failure_at_the_end_counts_and_loses() -> None:
+def test_a_failure_at_the_end_counts_and_loses():
     costs = Costs(0, 0, 5)
     played = play([40.0, 100.0], 100.0, costs, 30.0)
     assert (played.failures, played.good_seconds, played.lost_seconds) == (2, 30 + 30, 10 + 25)
@@ -112,14 +107,14 @@ def test_a_failure_at_the_end_counts_and_loses() -> None:
     assert play([98.0, 100.0], 100.0, costs, 30.0).failures == 2  # and this one hits a restart
 
 
-def test_the_interval_is_the_one_that_was_played() -> None:
+def test_the_interval_is_the_one_that_was_played():
     costs = Costs(10, 60, 0)
     assert play([], 1000.0, costs, 1.0).interval_seconds == 60
     assert play_all([[], [5.0]], 1000.0, costs, 1.0).interval_seconds == 60
     assert play([], 1000.0, costs, 61.0).interval_seconds == 61
 
 
-def test_several_runs_are_added_up() -> None:
+def test_several_runs_are_added_up():
     costs = Costs(1, 2, 3)
     runs = [[50.0], [], [10.0, 11.0, 90.0]]
     together = play_all(runs, 100.0, costs, 20.0)
@@ -131,7 +126,7 @@ def test_several_runs_are_added_up() -> None:
 @pytest.mark.parametrize(
     ("interval", "seconds", "told"), [(0, 10, "interval_seconds"), (-1, 10, "interval_seconds"), (1, 0, "seconds")]
 )
-def test_times_that_cannot_be_are_refused(interval: float, seconds: float, told: str) -> None:
+def test_times_that_cannot_be_are_refused(interval, seconds, told):
     with pytest.raises(IntervalError, match=told):
         play([], seconds, Costs(0, 0, 0), interval)
     with pytest.raises(IntervalError, match="restart_seconds"):
@@ -147,7 +142,7 @@ def test_times_that_cannot_be_are_refused(interval: float, seconds: float, told:
 SETTINGS = [(mtbf, stall, restart) for mtbf in (1, 8, 100) for stall in (1, 30, 300) for restart in (1, 20)]
 
 
-def searched(mtbf: float, stall: float, restart: float) -> tuple[list[float], float, Costs, Played]:
+def searched(mtbf, stall, restart):
     """The failures, how long, the costs, and what the best fixed interval yields."""
     failures = at_random(mtbf * HOUR)
     seconds, costs = failures[-1], Costs(stall, stall, restart * MINUTE)
@@ -156,9 +151,7 @@ def searched(mtbf: float, stall: float, restart: float) -> tuple[list[float], fl
 
 
 @pytest.mark.parametrize(("mtbf", "stall", "restart"), SETTINGS)
-def test_the_derived_interval_is_within_a_percent_of_the_best_fixed_one(
-    mtbf: float, stall: float, restart: float
-) -> None:
+def test_the_derived_interval_is_within_a_percent_of_the_best_fixed_one(mtbf, stall, restart):
     failures, seconds, costs, best = searched(mtbf, stall, restart)
     derived = play(failures, seconds, costs, best_interval_seconds(stall, mtbf * HOUR))
     print(f"best {best.interval_seconds:.0f} s {best.goodput:.4f}, derived {derived.interval_seconds:.0f} s "
@@ -171,7 +164,7 @@ def test_the_derived_interval_is_within_a_percent_of_the_best_fixed_one(
 
 
 @pytest.mark.parametrize(("mtbf", "durable"), [(1, 120), (8, 30), (8, 900), (100, 600)])
-def test_so_it_is_where_saves_become_durable_in_the_background(mtbf: float, durable: float) -> None:
+def test_so_it_is_where_saves_become_durable_in_the_background(mtbf, durable):
     failures = at_random(mtbf * HOUR)
     costs = Costs(5, durable, 10 * MINUTE)
     longest = 6 * young_interval_seconds(5, mtbf * HOUR) + durable
@@ -181,16 +174,14 @@ def test_so_it_is_where_saves_become_durable_in_the_background(mtbf: float, dura
 
 
 @pytest.mark.parametrize(("mtbf", "stall", "restart"), [each for each in SETTINGS if each[1] <= 30])
-def test_what_daly_interval_derives_is_within_a_percent_where_a_stall_is_short(
-    mtbf: float, stall: float, restart: float
-) -> None:
+def test_what_daly_interval_derives_is_within_a_percent_where_a_stall_is_short(mtbf, stall, restart):
     failures, seconds, costs, best = searched(mtbf, stall, restart)
     daly = play(failures, seconds, costs, daly_interval_seconds(stall, mtbf * HOUR, restart * MINUTE))
     assert daly.goodput >= 0.99 * best.goodput
 
 
 @pytest.mark.parametrize(("mtbf", "stall", "restart"), SETTINGS[::3])
-def test_the_shares_are_the_means_of_what_is_played(mtbf: float, stall: float, restart: float) -> None:
+def test_the_shares_are_the_means_of_what_is_played(mtbf, stall, restart):
     failures = at_random(mtbf * HOUR, count=20_000)
     costs = Costs(stall, 2 * stall, restart * MINUTE)
     interval = best_interval_seconds(stall, mtbf * HOUR)
@@ -211,13 +202,13 @@ def test_the_shares_are_the_means_of_what_is_played(mtbf: float, stall: float, r
 
 @quick
 @given(stall=st.floats(1e-3, 1e4), mtbf=st.floats(1, 1e8))
-def test_no_other_interval_yields_more_than_the_best(stall: float, mtbf: float) -> None:
+def test_no_other_interval_yields_more_than_the_best(stall, mtbf):
     best = best_interval_seconds(stall, mtbf)
     assert best > stall
     if best / mtbf > 30:
         return  # a save takes longer than the machine ever lives
 
-    def yields(interval: float) -> float:  # of saves that follow each other from the first moment on (Daly's model)
+    def yields(interval):  # of saves that follow each other from the first moment on (Daly's model)
         return (interval - stall) / mtbf / math.expm1(interval / mtbf)
 
     for factor in (0.5, 0.9, 1.1, 2.0):
@@ -225,12 +216,12 @@ def test_no_other_interval_yields_more_than_the_best(stall: float, mtbf: float) 
             assert yields(best) >= yields(best * factor) * (1 - 1e-9)
 
 
-def test_young_is_the_limit_of_the_best_interval() -> None:
+def test_young_is_the_limit_of_the_best_interval():
     assert best_interval_seconds(1, 1e10) == pytest.approx(young_interval_seconds(1, 1e10), rel=1e-4)
     assert best_interval_seconds(0, 1e4) == 0
 
 
-def test_a_grid_is_fine_enough_for_the_best_to_be_in_it() -> None:
+def test_a_grid_is_fine_enough_for_the_best_to_be_in_it():
     failures, costs = at_random(HOUR, count=3000), Costs(60, 60, 60)
     best = best_of([failures], failures[-1], costs, 60, 20_000)
     for each in play_grid([failures], failures[-1], costs, 60, 20_000, 200):
@@ -252,15 +243,7 @@ def test_a_grid_is_fine_enough_for_the_best_to_be_in_it() -> None:
     near=st.tuples(st.floats(0, 20), st.floats(0, 20), st.floats(0, 300), st.floats(0, 200), st.booleans()),
     seconds=st.floats(1, 20_000),
 )
-def test_all_time_is_accounted_for_with_memory(
-    gaps: list[tuple[float, bool]],
-    stall: float,
-    more: float,
-    restart: float,
-    interval: float,
-    near: tuple[float, float, float, float, bool],
-    seconds: float,
-) -> None:
+def test_all_time_is_accounted_for_with_memory(gaps, stall, more, restart, interval, near, seconds):
     failures, survived, time = [], [], 0.0
     for gap, survives in gaps:
         time += gap
@@ -280,7 +263,7 @@ def test_all_time_is_accounted_for_with_memory(
         assert alone.good_seconds == pytest.approx(play(failures, seconds, costs, interval).good_seconds, abs=1e-6)
 
 
-def test_a_failure_that_memory_survives_loses_its_interval_alone() -> None:
+def test_a_failure_that_memory_survives_loses_its_interval_alone():
     costs, memory = Costs(0, 0, 100), InMemory(Costs(0, 2, 10), 20)
     played = play([95.0], 500.0, costs, 60.0, memory, [True])
     assert (played.lost_seconds, played.restarting_seconds) == (15, 10)
@@ -291,7 +274,7 @@ def test_a_failure_that_memory_survives_loses_its_interval_alone() -> None:
     assert (stalls.good_seconds, stalls.stalled_seconds, stalls.saves) == (96, 4, 5)
 
 
-def test_what_is_in_memory_alone_is_lost_with_it() -> None:
+def test_what_is_in_memory_alone_is_lost_with_it():
     costs = Costs(0, 0, 100)
     in_place, flushed = (InMemory(Costs(0, 0, 10), 20, flushed=each) for each in (False, True))
     # 40 s were in memory alone when the second failure came: 30 s after the first, 20 s of them in memory.
@@ -306,7 +289,7 @@ def test_what_is_in_memory_alone_is_lost_with_it() -> None:
 @pytest.mark.parametrize("mean", [HOUR, 8 * HOUR])
 @pytest.mark.parametrize("flushed", [False, True])
 @pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
-def test_the_goodput_with_memory_is_what_is_played(mean: float, flushed: bool, share: float) -> None:
+def test_the_goodput_with_memory_is_what_is_played(mean, flushed, share):
     failures = at_random(mean)
     generator = random.Random(SEED)
     survived = [generator.random() < share for _ in failures]
@@ -319,7 +302,7 @@ def test_the_goodput_with_memory_is_what_is_played(mean: float, flushed: bool, s
     assert told >= shares(interval, costs, mean).good or flushed
 
 
-def test_without_memory_the_goodput_is_that_of_the_disk() -> None:
+def test_without_memory_the_goodput_is_that_of_the_disk():
     costs, memory = Costs(2, 60, 1800), InMemory(Costs(0, 0, 90), 100)
     assert goodput_with_memory(400, costs, memory, HOUR, 0.0) == pytest.approx(shares(400, costs, HOUR).good)
     with pytest.raises(IntervalError, match="no shorter than a save"):

@@ -1,12 +1,9 @@
 """The chunk table: what ranks wrote is put in order, found again, and refused where it cannot be."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +14,7 @@ from ckptman.errors import CorruptError
 from ckptman.format import coverage
 from ckptman.format.chunk_table import (
     HEAD,
-    Chunks,
     ChunkTable,
-    Ints,
-    Rows,
     TensorRecord,
     assemble,
     item_bytes,
@@ -33,14 +27,14 @@ Box = tuple[list[int], list[int]]
 Tensor = tuple[str, str, tuple[int, ...]]
 
 
-def grid(shape: tuple[int, ...], cuts: list[list[int]]) -> list[Box]:
+def grid(shape, cuts):
     """The boxes between cuts; cuts may repeat, which makes chunks without elements."""
     edges = [[0, *sorted(min(cut, size) for cut in own), size] for size, own in zip(shape, cuts)]
     spans = [[(a, b - a) for a, b in itertools.pairwise(own)] for own in edges]
     return [([o for o, _ in box], [s for _, s in box]) for box in itertools.product(*spans)]
 
 
-def bricks(shape: tuple[int, ...], rng: random.Random, depth: int) -> list[Box]:
+def bricks(shape, rng, depth):
     """Boxes that fill a shape and form no grid: it is cut, and each part again, somewhere else."""
     if not shape or depth == 0 or prod(shape) < 2:
         return [([0] * len(shape), list(shape))]
@@ -54,9 +48,9 @@ def bricks(shape: tuple[int, ...], rng: random.Random, depth: int) -> list[Box]:
     return result
 
 
-def spread(tensors: list[Tensor], boxes: list[list[Box]], ranks: int, rng: random.Random) -> list[Rows]:
+def spread(tensors, boxes, ranks, rng):
     """Boxes given to ranks, each with a container of its own in the rank's file."""
-    owned: list[dict[int, list[list[int]]]] = [{} for _ in range(ranks)]
+    owned = [{} for _ in range(ranks)]
     ends = [0] * ranks
     for number, ((_, dtype, _), own) in enumerate(zip(tensors, boxes)):
         for offsets, sizes in own:
@@ -68,18 +62,18 @@ def spread(tensors: list[Tensor], boxes: list[list[Box]], ranks: int, rng: rando
     return [{dims: np.array(rows, np.int64) for dims, rows in each.items()} for each in owned]
 
 
-def files_of(parts: list[Rows]) -> list[tuple[str, int]]:
+def files_of(parts):
     ends = [max((int((a[:, 1] + a[:, 2]).max()) for a in part.values()), default=0) for part in parts]
     return [(f"__{rank}_0.distcp", end) for rank, end in enumerate(ends)]
 
 
-def table_of(shape: tuple[int, ...], boxes: list[Box], seed: int = 0) -> tuple[ChunkTable, list[tuple[str, int]]]:
-    tensors: list[Tensor] = [("weight", "float32", shape)]
+def table_of(shape, boxes, seed=0):
+    tensors = [("weight", "float32", shape)]
     parts = spread(tensors, [boxes], 3, random.Random(seed))
     return ChunkTable(*assemble(tensors, parts)), files_of(parts)
 
 
-def by_scan(chunks: Chunks, offsets: list[int], sizes: list[int]) -> list[int]:
+def by_scan(chunks, offsets, sizes):
     """The same as `overlapping`, straight from the definition."""
     found = []
     for row in range(len(chunks)):
@@ -93,10 +87,10 @@ def by_scan(chunks: Chunks, offsets: list[int], sizes: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_chunk_is_in_the_table_once(seed: int) -> None:
+def test_every_chunk_is_in_the_table_once(seed):
     rng = random.Random(seed)
     shapes = [tuple(rng.randint(1, 9) for _ in range(rng.randint(0, 5))) for _ in range(rng.randint(0, 12))]
-    tensors: list[Tensor] = [(f"t{i}", rng.choice(["bfloat16", "bool", "new"]), s) for i, s in enumerate(shapes)]
+    tensors = [(f"t{i}", rng.choice(["bfloat16", "bool", "new"]), s) for i, s in enumerate(shapes)]
     boxes = [bricks(shape, rng, rng.randint(0, 5)) for shape in shapes]
     parts = spread(tensors, boxes, 4, rng)
     records, rows = assemble(tensors, parts)
@@ -127,21 +121,21 @@ def test_every_chunk_is_in_the_table_once(seed: int) -> None:
     assert [0, *(end for _, end in sorted(spans))] == [*(begin for begin, _ in sorted(spans)), len(rows)]
 
 
-def test_chunks_without_elements_are_left_out() -> None:
+def test_chunks_without_elements_are_left_out():
     table, files = table_of((10, 4), grid((10, 4), [[3, 3, 3, 10], []]))
     assert table.chunks("weight").sizes.tolist() == [[3, 4], [7, 4]]
     table.check(files)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0, 2)])
-def test_a_tensor_without_elements_keeps_one_chunk(shape: tuple[int, ...]) -> None:
+def test_a_tensor_without_elements_keeps_one_chunk(shape):
     table, files = table_of(shape, grid(shape, [[0, 1] for _ in shape]))
     assert len(table.chunks("weight")) == 1
     table.check(files)
     assert table.chunks("weight").overlapping([0] * len(shape), list(shape)).tolist() == []
 
 
-def test_a_tensor_without_elements_needs_no_chunk() -> None:
+def test_a_tensor_without_elements_needs_no_chunk():
     records, rows = assemble([("empty", "float32", (0, 3))], [])
     assert records["empty"].count == len(rows) == 0
     ChunkTable(records, rows).check([])
@@ -164,15 +158,15 @@ def test_a_tensor_without_elements_needs_no_chunk() -> None:
         ((2, 2), [([0, 0], [1, 1]), ([1, 1], [1, 1]), ([0, 0], [1, 1]), ([1, 1], [1, 1])], "overlap"),
     ],
 )
-def test_what_does_not_fill_a_tensor_is_refused(shape: tuple[int, ...], boxes: list[Box], complaint: str) -> None:
-    good: Tensor = ("a.good", "int8", (2,))
+def test_what_does_not_fill_a_tensor_is_refused(shape, boxes, complaint):
+    good = ("a.good", "int8", (2,))
     tensors = [good, ("the.bad", "int8", shape), ("z.bad", "int8", (7,))]
     parts = spread(tensors, [[([0], [2])], boxes, []], 2, random.Random(0))
     with pytest.raises(ValueError, match=f"^the.bad .*{complaint}"):
         assemble(tensors, parts)
 
 
-def test_a_row_of_no_tensor_or_of_another_one_is_refused() -> None:
+def test_a_row_of_no_tensor_or_of_another_one_is_refused():
     row = np.array([[1, 0, 10, 0, 0, 4]])
     with pytest.raises(ValueError, match="none of the 1"):
         assemble([("a", "int8", (4,))], [{1: row}])
@@ -180,7 +174,7 @@ def test_a_row_of_no_tensor_or_of_another_one_is_refused() -> None:
         assemble([("a", "int8", (0,)), ("b", "int8", (2, 2))], [{1: row}])
 
 
-def painted(boxes: list[Box], shape: tuple[int, ...]) -> bool:
+def painted(boxes, shape):
     """Whether boxes fill a shape, each element once: counted one by one."""
     counts = np.zeros(shape, np.int64)
     for offsets, sizes in boxes:
@@ -190,7 +184,7 @@ def painted(boxes: list[Box], shape: tuple[int, ...]) -> bool:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 10**9))
-def test_flaws_are_found_exactly(seed: int) -> None:
+def test_flaws_are_found_exactly(seed):
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, 4) for _ in range(rng.randint(1, 4)))
     boxes = bricks(shape, rng, rng.randint(0, 4))
@@ -205,7 +199,7 @@ def test_flaws_are_found_exactly(seed: int) -> None:
         patch.setattr(coverage, "_CORNERS", 0)
         by_pairs = flaw_of(np.array([o for o, _ in boxes]), np.array([s for _, s in boxes]), shape)
     assert (by_pairs is None) == (flaw is None), by_pairs
-    tensors: list[Tensor] = [("weight", "int8", shape)]
+    tensors = [("weight", "int8", shape)]
     parts = spread(tensors, [boxes], 2, rng)
     with contextlib.nullcontext() if flaw is None else pytest.raises(ValueError, match=r"^weight "):
         assemble(tensors, parts)
@@ -213,10 +207,10 @@ def test_flaws_are_found_exactly(seed: int) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("by", [-1, 1])
-def test_a_grid_with_one_edge_moved_is_no_grid(dim: int, by: int) -> None:
+def test_a_grid_with_one_edge_moved_is_no_grid(dim, by):
     shape = (6, 8, 4)
     boxes = grid(shape, [[3], [2, 5], [2]])
-    tensors: list[Tensor] = [("weight", "int8", shape)]
+    tensors = [("weight", "int8", shape)]
     assemble(tensors, spread(tensors, [boxes], 3, random.Random(1)))
     for moved in (0, 1):
         damaged = [([*offsets], [*sizes]) for offsets, sizes in boxes]
@@ -225,7 +219,7 @@ def test_a_grid_with_one_edge_moved_is_no_grid(dim: int, by: int) -> None:
             assemble(tensors, spread(tensors, [damaged], 3, random.Random(1)))
 
 
-def test_flaws_of_a_shape_of_too_many_corners() -> None:
+def test_flaws_of_a_shape_of_too_many_corners():
     """Pairs are looked at instead."""
     shape = (2,) * 40
     boxes = bricks(shape, random.Random(1), 6)
@@ -239,7 +233,7 @@ def test_flaws_of_a_shape_of_too_many_corners() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**9), st.booleans())
-def test_overlaps(seed: int, as_grid: bool) -> None:
+def test_overlaps(seed, as_grid):
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, 12) for _ in range(rng.randint(0, 4)))
     cuts = [[rng.randint(0, size) for _ in range(rng.randint(0, 4))] for size in shape]
@@ -252,7 +246,7 @@ def test_overlaps(seed: int, as_grid: bool) -> None:
     assert chunks.overlapping([0] * len(shape), shape).tolist() == list(range(len(chunks)))
 
 
-def test_overlaps_in_a_table_that_nobody_assembled() -> None:
+def test_overlaps_in_a_table_that_nobody_assembled():
     """A long chunk before short ones, chunks on top of each other, and some without elements."""
     boxes = [[0, 0, 9, 2], [0, 0, 1, 2], [1, 0, 0, 2], [3, 1, 2, 1], [3, 1, 2, 1], [6, 0, 1, 2]]
     rows = np.array([[0, 0, 0, 0, *box] for box in boxes], np.int64).reshape(-1)
@@ -265,7 +259,7 @@ def test_overlaps_in_a_table_that_nobody_assembled() -> None:
             )
 
 
-def test_a_grid_is_not_scanned() -> None:
+def test_a_grid_is_not_scanned():
     """64 x 64 chunks, and a strip along each dimension: 64 of them, and hardly more are looked at."""
     table, _ = table_of((640, 640), grid((640, 640), [list(range(10, 640, 10))] * 2))
     chunks = table.chunks("weight")
@@ -276,7 +270,7 @@ def test_a_grid_is_not_scanned() -> None:
     assert sorted(chunks._orders) == [0, 1]
 
 
-def test_a_box_of_other_dimensions_is_refused() -> None:
+def test_a_box_of_other_dimensions_is_refused():
     table, _ = table_of((4, 4), [([0, 0], [4, 4])])
     with pytest.raises(ValueError, match="a box of 1 dimensions in a tensor of 2"):
         table.chunks("weight").overlapping([0], [4])
@@ -285,15 +279,15 @@ def test_a_box_of_other_dimensions_is_refused() -> None:
 # ---- the file, and what is wrong with it -----------------------------------------------------------------------------
 
 
-def saved(path: Path) -> tuple[dict[str, TensorRecord], Ints, list[tuple[str, int]]]:
-    tensors: list[Tensor] = [("scale", "float32", ()), ("weight", "bfloat16", (8, 6))]
+def saved(path):
+    tensors = [("scale", "float32", ()), ("weight", "bfloat16", (8, 6))]
     parts = spread(tensors, [[([], [])], grid((8, 6), [[3], [2, 4]])], 2, random.Random(5))
     records, rows = assemble(tensors, parts)
     path.write_bytes(rows.astype("<i8").tobytes())
     return records, rows, files_of(parts)
 
 
-def test_the_file_is_read_as_it_is_wanted(tmp_path: Path) -> None:
+def test_the_file_is_read_as_it_is_wanted(tmp_path):
     records, rows, files = saved(tmp_path / "chunks.bin")
     table = ChunkTable.open(tmp_path / "chunks.bin", records, rows.nbytes)
     table.check(files)
@@ -310,12 +304,12 @@ def test_the_file_is_read_as_it_is_wanted(tmp_path: Path) -> None:
         table.chunks(next(name for name in records if name != "weight"))
 
 
-def test_a_table_of_nothing(tmp_path: Path) -> None:
+def test_a_table_of_nothing(tmp_path):
     (tmp_path / "chunks.bin").touch()
     ChunkTable.open(tmp_path / "chunks.bin", {}, 0).check([])
 
 
-def test_a_file_of_another_size(tmp_path: Path) -> None:
+def test_a_file_of_another_size(tmp_path):
     records, rows, _ = saved(tmp_path / "chunks.bin")
     with pytest.raises(CorruptError, match=f"chunks.bin has {rows.nbytes} bytes instead of {rows.nbytes + 8}; restore"):
         ChunkTable.open(tmp_path / "chunks.bin", records, rows.nbytes + 8)
@@ -350,7 +344,7 @@ HUGE = 2**63 - 1
     ],
 )
 @pytest.mark.parametrize("row", [0, 3, 5])
-def test_a_row_that_cannot_be(tmp_path: Path, row: int, place: int, value: int, complaint: str) -> None:
+def test_a_row_that_cannot_be(tmp_path, row, place, value, complaint):
     records, rows, files = saved(tmp_path / "chunks.bin")
     rows[WEIGHT + 8 * row + place] = value
     with pytest.raises(CorruptError, match=f"weight: chunk {row} of 6 {complaint}.*restore an older checkpoint"):
@@ -359,7 +353,7 @@ def test_a_row_that_cannot_be(tmp_path: Path, row: int, place: int, value: int, 
         ChunkTable(records, rows).check(files)
 
 
-def test_rows_in_another_order(tmp_path: Path) -> None:
+def test_rows_in_another_order(tmp_path):
     records, rows, files = saved(tmp_path / "chunks.bin")
     body = rows[WEIGHT:].reshape(6, 8)
     assert records["weight"].axis == 1
@@ -368,7 +362,7 @@ def test_rows_in_another_order(tmp_path: Path) -> None:
         ChunkTable(records, rows).check(files)
 
 
-def test_a_payload_must_fit_unless_nobody_knows_where_it_is(tmp_path: Path) -> None:
+def test_a_payload_must_fit_unless_nobody_knows_where_it_is(tmp_path):
     records, rows, files = saved(tmp_path / "chunks.bin")
     length = rows[WEIGHT + 2]
     rows[WEIGHT + 3] = rows[WEIGHT + 1] + length - 1
@@ -384,7 +378,7 @@ def test_a_payload_must_fit_unless_nobody_knows_where_it_is(tmp_path: Path) -> N
     "change",
     [{"start": -8}, {"start": 5}, {"start": 2**70}, {"count": 7}, {"count": -1}, {"axis": 2}, {"axis": -1}],
 )
-def test_a_record_that_cannot_be(tmp_path: Path, change: dict[str, int]) -> None:
+def test_a_record_that_cannot_be(tmp_path, change):
     records, rows, files = saved(tmp_path / "chunks.bin")
     table = ChunkTable({"weight": records["weight"].model_copy(update=change)}, rows, "chunks.bin")
     for use in (lambda: table.check(files), lambda: table.chunks("weight")):
@@ -393,7 +387,7 @@ def test_a_record_that_cannot_be(tmp_path: Path, change: dict[str, int]) -> None
 
 
 @pytest.mark.parametrize("shape", [(-8, 6), (2**62, 6), (2**40, 2**30), (2**70, 0)])
-def test_a_shape_that_cannot_be(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_a_shape_that_cannot_be(tmp_path, shape):
     records, rows, files = saved(tmp_path / "chunks.bin")
     table = ChunkTable({"weight": records["weight"].model_copy(update={"shape": shape})}, rows)
     with pytest.raises(CorruptError, match="no tensor has the shape"):
@@ -403,7 +397,7 @@ def test_a_shape_that_cannot_be(tmp_path: Path, shape: tuple[int, ...]) -> None:
 # ---- on the way to the leader ----------------------------------------------------------------------------------------
 
 
-def test_packed_rows_are_small_and_come_back() -> None:
+def test_packed_rows_are_small_and_come_back():
     rng = np.random.default_rng(0)
     rows = np.empty((1000, 8), np.int64)
     rows[:, 0] = np.arange(1000)
@@ -420,9 +414,9 @@ def test_packed_rows_are_small_and_come_back() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**9))
-def test_packing_loses_nothing(seed: int) -> None:
+def test_packing_loses_nothing(seed):
     rng = np.random.default_rng(seed)
-    rows: Rows = {}
+    rows = {}
     for dims in rng.permutation(6)[: rng.integers(0, 6)].tolist():
         shape = (int(rng.integers(0, 5)), HEAD + 2 * dims)
         rows[dims] = rng.integers(-(2 ** rng.integers(1, 63)), 2 ** rng.integers(1, 63), shape)
@@ -433,11 +427,11 @@ def test_packing_loses_nothing(seed: int) -> None:
         assert (back[dims] == array).all()
 
 
-def test_thousands_of_ranks_are_a_matter_of_seconds() -> None:
+def test_thousands_of_ranks_are_a_matter_of_seconds():
     """Half a million chunks: well below the time limit even where every row would cost microseconds once."""
     ranks, count = 512, 1000
-    tensors: list[Tensor] = [(f"layers.{i}", "bfloat16", (ranks * 4, 16 + i % 5)) for i in range(count)]
-    parts: list[Rows] = []
+    tensors = [(f"layers.{i}", "bfloat16", (ranks * 4, 16 + i % 5)) for i in range(count)]
+    parts = []
     for rank in range(ranks):
         rows = np.empty((count, 8), np.int64)
         rows[:, 0] = np.arange(count)

@@ -1,9 +1,5 @@
 """Checkpoints of others are known by their names and their files."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from ckptman.format.foreign import foreign_in, recognize, step_in
@@ -21,7 +17,7 @@ from ckptman.format.paths import MANIFEST, METADATA
         *(("step-0000000004.tmp-x", None), ("step-", None), ("step-٣", None)),
     ],
 )
-def test_the_step_that_a_name_tells(name: str, step: int | None) -> None:
+def test_the_step_that_a_name_tells(name, step):
     assert step_in(name) == step
 
 
@@ -53,7 +49,7 @@ def test_the_step_that_a_name_tells(name: str, step: int | None) -> None:
         (("runs.ckpt/step-0000000005/manifest.json",), None, None),
     ],
 )
-def test_who_wrote_it(tmp_path: Path, files: tuple[str, ...], writer: str | None, is_dcp: bool | None) -> None:
+def test_who_wrote_it(tmp_path, files, writer, is_dcp):
     for each in files:
         (tmp_path / each).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / each).write_bytes(b"")
@@ -70,14 +66,14 @@ def test_who_wrote_it(tmp_path: Path, files: tuple[str, ...], writer: str | None
         *(("sd-v1-5.ckpt", False), ("model.ckpt", False), ("lastly.ckpt", False), ("onestep=5.ckpt", False)),
     ],
 )
-def test_which_files_a_run_of_lightning_goes_on_from(tmp_path: Path, name: str, is_of_a_run: bool) -> None:
+def test_which_files_a_run_of_lightning_goes_on_from(tmp_path, name, is_of_a_run):
     (tmp_path / name).write_bytes(b"")
     found = recognize(tmp_path / name)
     assert found is not None
     assert found.is_of_a_run is is_of_a_run
 
 
-def test_those_of_a_root_come_by_step_and_a_link_to_one_is_not_another(tmp_path: Path) -> None:
+def test_those_of_a_root_come_by_step_and_a_link_to_one_is_not_another(tmp_path):
     for name in ("step-20", "step-3", "final"):
         (tmp_path / name).mkdir()
         (tmp_path / name / METADATA).write_bytes(b"")

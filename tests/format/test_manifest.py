@@ -1,9 +1,5 @@
 """Files of JSON that somebody else wrote, or that were edited: what is wrong with them is said in words."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from ckptman.cli.app import main
@@ -31,7 +27,7 @@ FLAWS = [
 
 
 @pytest.mark.parametrize(("data", "flaw"), FLAWS)
-def test_a_file_that_is_something_else_is_told_in_words(data: bytes, flaw: str, tmp_path: Path) -> None:
+def test_a_file_that_is_something_else_is_told_in_words(data, flaw, tmp_path):
     with pytest.raises(CorruptError) as caught:
         parse_versioned(tmp_path / "x.json", data)
     told = str(caught.value)
@@ -40,9 +36,7 @@ def test_a_file_that_is_something_else_is_told_in_words(data: bytes, flaw: str, 
 
 
 @pytest.mark.parametrize(("data", "flaw"), FLAWS[:6])
-def test_the_manifest_and_the_index_say_it(
-    data: bytes, flaw: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_manifest_and_the_index_say_it(data, flaw, tmp_path, capsys):
     entry = commit(tmp_path, 1)
     manifest = read_manifest(entry.path)
     (entry.path / INDEX).write_bytes(data)
@@ -55,11 +49,11 @@ def test_the_manifest_and_the_index_say_it(
     assert f"{MANIFEST} is not what ckptman wrote there: {flaw};" in capsys.readouterr().out
 
 
-def test_an_index_that_is_nested_too_deeply_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_is_nested_too_deeply_is_told_in_words(tmp_path, monkeypatch):
     entry = commit(tmp_path, 1)
     for error, flaw in ((RecursionError, "it is nested too deeply"), (MemoryError, "it does not fit the memory")):
 
-        def refuse(*args: object, error: type[Exception] = error, **more: object) -> None:
+        def refuse(*args, error=error, **more):
             raise error
 
         monkeypatch.setattr("ckptman.format.index.Index.model_validate", refuse)

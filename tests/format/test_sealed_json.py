@@ -1,9 +1,6 @@
 """The digest of what lies beside a manifest: a byte that has changed is noticed, what has no digest is read as ever."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -22,14 +19,14 @@ from ckptman.policies.tiers import Tier
 from tests.helpers.checkpoints import commit
 
 
-def change(path: Path, old: bytes, new: bytes) -> None:
+def change(path, old, new):
     """What a flipped bit does: the file is still JSON, and says something else."""
     data = path.read_bytes()
     assert data.count(old) == 1
     path.write_bytes(data.replace(old, new))
 
 
-def without_digest(path: Path) -> None:
+def without_digest(path):
     """As an earlier version wrote it."""
     values = json.loads(path.read_bytes())
     del values["digest"]
@@ -37,7 +34,7 @@ def without_digest(path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b'{"a": 1}', b'{\n "a": {"b": {}}\n}\n', b'{"a": "\\"digest\\""}'])
-def test_what_was_sealed_is_what_is_unsealed(text: bytes) -> None:
+def test_what_was_sealed_is_what_is_unsealed(text):
     sealed = seal(text)
     assert json.loads(unseal("x", sealed)) == json.loads(text)
     assert json.loads(sealed).keys() == {"a", "digest"}
@@ -47,7 +44,7 @@ def test_what_was_sealed_is_what_is_unsealed(text: bytes) -> None:
             unseal("x", sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :])
 
 
-def test_a_pin_that_has_changed_pins(tmp_path: Path) -> None:
+def test_a_pin_that_has_changed_pins(tmp_path):
     folder = commit(tmp_path, 10).path
     pin(folder, "Table 2", by="me", time_seconds=1.0, disk=DISK)
     change(folder / PINNED, b"Table 2", b"Table 3")
@@ -60,7 +57,7 @@ def test_a_pin_that_has_changed_pins(tmp_path: Path) -> None:
     assert found.why == "Table 2"
 
 
-def test_a_note_that_has_changed_says_nothing(tmp_path: Path) -> None:
+def test_a_note_that_has_changed_says_nothing(tmp_path):
     entry = commit(tmp_path, 10)
     remember_damage(entry.path, entry.require_manifest(), "block 7")
     change(entry.path / VERIFIED, b"block 7", b"block 6")
@@ -72,7 +69,7 @@ def test_a_note_that_has_changed_says_nothing(tmp_path: Path) -> None:
     assert found.damaged == "block 7"
 
 
-def test_a_rollback_that_has_changed_is_an_error(tmp_path: Path) -> None:
+def test_a_rollback_that_has_changed_is_an_error(tmp_path):
     for step in (10, 20):
         commit(tmp_path, step)
     execute(tmp_path, lambda: plan_rollback(tmp_path, 10), why="loss", by="me", time_seconds=1.0)
@@ -84,7 +81,7 @@ def test_a_rollback_that_has_changed_is_an_error(tmp_path: Path) -> None:
     assert list(read_rollbacks(tmp_path)) == [1]
 
 
-def test_rules_and_tiers_that_have_changed_are_errors(tmp_path: Path) -> None:
+def test_rules_and_tiers_that_have_changed_are_errors(tmp_path):
     (tmp_path / "run" / ".ckptman").mkdir(parents=True)
     root = tmp_path / "run"
     write_policy(root, KeepLast(30))

@@ -1,7 +1,5 @@
 """Plain values as JSON and back: exactly what was put in, or a refusal that names where; and no byte runs code."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import math
@@ -9,7 +7,6 @@ import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -22,13 +19,13 @@ from ckptman.format.index import Index, Unit
 from ckptman.format.value_codec import MAX_DEPTH, TensorRef, decode, encode, tensor_ref
 
 
-def there_and_back(value: Any) -> Any:
+def there_and_back(value):
     """Through everything that a value goes through: encoding, the text of an index file, and decoding."""
     unit = Unit(state="app", whole=True, value=encode(value, "app"))
     return decode(Index.model_validate(json.loads(Index(units=[unit]).to_json())).units[0].value)
 
 
-def same(one: Any, two: Any) -> bool:
+def same(one, two):
     """Equal in type and bits: 1 is not True, -0.0 is not 0.0, and NaN is NaN."""
     if type(one) is not type(two):
         return False
@@ -79,7 +76,7 @@ values = st.recursive(
 
 @given(values)
 @settings(max_examples=200, deadline=None)
-def test_any_value_comes_back_exactly(value: Any) -> None:
+def test_any_value_comes_back_exactly(value):
     back = there_and_back(value)
     assert same(value, back), f"{value!r} came back as {back!r}"
     json.dumps(encode(value, "app"), allow_nan=False)  # any reader of JSON can read it
@@ -108,21 +105,21 @@ def test_any_value_comes_back_exactly(value: Any) -> None:
     ],
     ids=lambda value: "" if type(value) is int else repr(value)[:30],
 )
-def test_values_that_others_get_wrong(value: Any) -> None:
+def test_values_that_others_get_wrong(value):
     assert same(value, there_and_back(value))
 
 
-def test_arrays_come_back_writable() -> None:
+def test_arrays_come_back_writable():
     there_and_back(numpy.zeros(3))[0] = 1
 
 
-def test_equal_sets_are_equal_bytes() -> None:
+def test_equal_sets_are_equal_bytes():
     members = [*map(str, range(50)), (1, "a"), frozenset("xyz")]
     one, two = encode(set(members), "s"), encode({*members[::-1]}, "s")
     assert json.dumps(one) == json.dumps(two)
 
 
-def test_what_json_can_say_is_said_in_json() -> None:
+def test_what_json_can_say_is_said_in_json():
     value = {"epoch": 3, "lr": 0.001, "names": ["a", None, True], "nested": {"x": "\u03b1"}}
     assert encode(value, "app") == value
 
@@ -136,7 +133,7 @@ class Text(str):
 
 
 class Picklable:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         raise AssertionError("never asked for")
 
 
@@ -167,21 +164,21 @@ Point = namedtuple("Point", "x y")
     ],
     ids=lambda value: repr(value).partition(" at 0x")[0][:30],
 )
-def test_what_has_no_exact_form_is_refused_by_name(value: Any, where: str) -> None:
+def test_what_has_no_exact_form_is_refused_by_name(value, where):
     with pytest.raises(ConfigError, match=f"{where}.*, which a checkpoint cannot hold: save plain values"):
         encode(value, "app")
 
 
-def test_a_value_that_holds_itself_is_refused() -> None:
-    circle: dict[str, Any] = {"a": []}
+def test_a_value_that_holds_itself_is_refused():
+    circle = {"a": []}
     circle["a"].append(circle)
     with pytest.raises(ConfigError, match=rf"app\.a\.0\.a.* is nested deeper than {MAX_DEPTH} levels"):
         encode(circle, "app")
 
 
 @pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v}])
-def test_what_is_nested_as_deep_as_allowed_comes_back(wrap: Any) -> None:
-    value: Any = 5
+def test_what_is_nested_as_deep_as_allowed_comes_back(wrap):
+    value = 5
     for _ in range(MAX_DEPTH):
         value = wrap(value)
     assert same(value, there_and_back(value))
@@ -189,8 +186,8 @@ def test_what_is_nested_as_deep_as_allowed_comes_back(wrap: Any) -> None:
         encode(wrap(value), "app")
 
 
-def test_tensors_are_told_by_a_hook() -> None:
-    def hook(value: Any, path: str) -> Any:
+def test_tensors_are_told_by_a_hook():
+    def hook(value, path):
         return tensor_ref(path) if isinstance(value, bytes | memoryview) else None
 
     value = {"model": [memoryview(b"")], "plain": 1}
@@ -202,7 +199,7 @@ def test_tensors_are_told_by_a_hook() -> None:
 # ---- what others wrote -----------------------------------------------------------------------------------------------
 
 
-def kind(name: Any, value: Any, **more: Any) -> dict[str, Any]:
+def kind(name, value, **more):
     return {"~": name, "v": value, **more}
 
 
@@ -262,7 +259,7 @@ def kind(name: Any, value: Any, **more: Any) -> dict[str, Any]:
     ],
     ids=lambda data: json.dumps(data)[:50],
 )
-def test_rubbish_is_corrupt_and_runs_nothing(data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rubbish_is_corrupt_and_runs_nothing(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CorruptError, match=r"an encoded value of kind .* cannot be read"):
         decode(data)
@@ -286,7 +283,7 @@ json_values = st.recursive(
 
 @given(json_values)
 @settings(max_examples=500, deadline=None)
-def test_any_json_is_a_value_or_corrupt(data: Any) -> None:
+def test_any_json_is_a_value_or_corrupt(data):
     try:
         value = decode(data)
     except CorruptError:
@@ -295,8 +292,8 @@ def test_any_json_is_a_value_or_corrupt(data: Any) -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: {"a": v}, lambda v: kind("tuple", [v])])
-def test_what_is_nested_too_deeply_is_corrupt(wrap: Any) -> None:
-    data: Any = 5
+def test_what_is_nested_too_deeply_is_corrupt(wrap):
+    data = 5
     for _ in range(10_000):
         data = wrap(data)
     with pytest.raises(CorruptError, match="nested too deeply"):

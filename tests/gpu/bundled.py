@@ -4,18 +4,14 @@ TROUBLE is "none", or what happens after a step: "stop=3" asks the run to stop; 
 for more memory than there is, or stand still.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -46,7 +42,7 @@ SHAPE = {
 }
 
 
-def make_tokens(folder: Path) -> Path:
+def make_tokens(folder):
     """A token folder of random tokens, without a tokenizer."""
     folder.mkdir()
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, 5000).astype("<u2").tobytes()
@@ -61,27 +57,27 @@ def make_tokens(folder: Path) -> Path:
 class Started:
     """Ranks that run, by themselves or under torchrun."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process, log):
         self._process, self._log = process, log
 
-    def wait(self, limit_seconds: float) -> int | None:
+    def wait(self, limit_seconds):
         """The exit code; None: it has not ended in time."""
         try:
             return self._process.wait(limit_seconds)
         except subprocess.TimeoutExpired:
             return None
 
-    def output(self) -> str:
+    def output(self):
         """What it has printed so far."""
         return self._log.read_text(errors="replace")
 
-    def trouble_began(self) -> float:
+    def trouble_began(self):
         """When the trouble began, in unix seconds."""
         found = re.search(r"trouble begins at ([0-9.]+)", self.output())
         assert found is not None, self.output()
         return float(found[1])
 
-    def kill(self) -> None:
+    def kill(self):
         """End all that is left of it."""
         try:
             family = [self._process, *psutil.Process(self._process.pid).children(recursive=True)]
@@ -96,9 +92,7 @@ class Started:
 
 
 @contextmanager
-def start_ranks(
-    world_size: int, tokens: Path, folder: Path, trouble: str = "none", **changes: Any
-) -> Iterator[Started]:
+def start_ranks(world_size, tokens, folder, trouble="none", **changes):
     """Start a run in `folder`, on as many GPUs. `changes`: of its configuration, with `__` for the dot."""
     folder.mkdir(exist_ok=True)
     (folder / "run.toml").write_text("")
@@ -122,25 +116,25 @@ def start_ranks(
         started.kill()
 
 
-def _arrange(trouble: str) -> None:
+def _arrange(trouble):
     from ckptman.train.report import StepReport
 
     kind, _, step = trouble.partition("=")
     add = StepReport.add
 
-    def add_and_more(self: StepReport, now: int, *rest: Any) -> None:
+    def add_and_more(self, now, *rest):
         add(self, now, *rest)
         if now == int(step):
             _TROUBLES[kind]()
 
-    StepReport.add = add_and_more  # type: ignore[method-assign]
+    StepReport.add = add_and_more
 
 
-def _stop() -> None:
+def _stop():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _oom() -> None:
+def _oom():
     import torch
 
     if os.environ["RANK"] == "1":
@@ -148,7 +142,7 @@ def _oom() -> None:
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
 
 
-def _freeze() -> None:
+def _freeze():
     if os.environ["RANK"] == "1":
         print(f"trouble begins at {time.time()}", flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)

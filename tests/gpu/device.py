@@ -1,13 +1,8 @@
 """The device of a scenario, real or pretended, and a small training on it whose every tensor is known."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,17 +27,17 @@ class Cuda:
     current_stream = staticmethod(torch.cuda.current_stream)
     synchronize = staticmethod(torch.cuda.synchronize)
 
-    def tensor(self, values: torch.Tensor) -> torch.Tensor:
+    def tensor(self, values):
         """Return a tensor on the device with these values, put there on the current stream. The host does not wait."""
         return values.pin_memory().to("cuda", non_blocking=True)
 
-    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+    def values(self, tensor):
         """Return what a tensor holds once everything is done."""
         torch.cuda.synchronize()
         return tensor.detach().cpu()
 
     @contextmanager
-    def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
+    def capture(self):
         """Capture what is done inside into a graph, in the mode that forbids the most: of all threads."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="global"):
@@ -52,7 +47,7 @@ class Cuda:
 Device = Cuda | FakeDevice
 
 
-def busy(device: Device, seconds: float = BUSY) -> None:
+def busy(device, seconds=BUSY):
     """Keep the current stream busy: what is submitted after this begins that much later."""
     if isinstance(device, FakeDevice):
         device.current_stream().submit(partial(time.sleep, seconds))
@@ -61,7 +56,7 @@ def busy(device: Device, seconds: float = BUSY) -> None:
 
 
 @cache
-def _cycles_per_second() -> float:
+def _cycles_per_second():
     """The highest of some, once the clock of the device has come up."""
     torch.cuda._sleep(1_000_000_000)
     found, cycles = [], 50_000_000
@@ -78,14 +73,14 @@ def _cycles_per_second() -> float:
 class Net(nn.Module):
     """Two parts that are trained, one that is not, and a buffer that each forward pass changes."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
         self.first, self.second, self.frozen = nn.Linear(24, 1031), nn.Linear(1031, 24), nn.Linear(24, 24)
         self.frozen.requires_grad_(False)
         self.register_buffer("passes", torch.zeros(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.passes.add_(1)
         return self.frozen(self.second(self.first(x)))
 
@@ -93,18 +88,18 @@ class Net(nn.Module):
 class Run:
     """A training of `Net` by two optimizers. After one step it has all its state. Without a device it is on the CPU."""
 
-    def __init__(self, device: Device | None = None, seed: int = 0, *, hosted: bool = True) -> None:
+    def __init__(self, device=None, seed=0, *, hosted=True):
         self.device, self.net = device, Net(seed)
         if device is not None:
             put_on(device, self.net)
         self.first = torch.optim.AdamW(self.net.first.parameters(), lr=0.01)
         self.second = torch.optim.SGD(self.net.second.parameters(), lr=0.01, momentum=0.9)
-        self.state: dict[str, Any] = {"net": self.net, "first": self.first, "second": self.second}
+        self.state = {"net": self.net, "first": self.first, "second": self.second}
         if hosted:
             self.state["hosted"] = {"position": torch.arange(1000)}
         self.train_step(0)
 
-    def train_step(self, number: int) -> None:
+    def train_step(self, number):
         """One step, on data that depends on the number alone."""
         self.backward(number)
         self.first.step()
@@ -112,7 +107,7 @@ class Run:
         if "hosted" in self.state:
             self.state["hosted"]["position"].add_(1)
 
-    def backward(self, number: int) -> None:
+    def backward(self, number):
         """Leave gradients in place of those of before. Of a pretended device autograd would ask the real runtime."""
         if isinstance(self.device, FakeDevice):
             self.net.passes.add_(1)
@@ -123,7 +118,7 @@ class Run:
         self.net.zero_grad()
         self.net(x if self.device is None else self.device.tensor(x)).square().mean().backward()
 
-    def tensors(self) -> Tensors:
+    def tensors(self):
         """All that is saved, by name: the live tensors."""
         found = dict(self.net.state_dict())
         for name in ("first", "second"):
@@ -131,12 +126,12 @@ class Run:
                 found |= {f"{name}.{number}.{key}": each for key, each in entries.items()}
         return found | {f"hosted.{name}": each for name, each in self.state.get("hosted", {}).items()}
 
-    def copies(self) -> Tensors:
+    def copies(self):
         """Copies of all of it, made on the device as the next thing it does: the host waits for nothing."""
         return {name: each.detach().clone() for name, each in self.tensors().items()}
 
 
-def put_on(device: Device, module: nn.Module) -> None:
+def put_on(device, module):
     """Move the parameters and buffers of a module to the device."""
     for each in module.modules():
         for name, parameter in list(each.named_parameters(recurse=False)):
@@ -146,12 +141,12 @@ def put_on(device: Device, module: nn.Module) -> None:
             each.register_buffer(name, device.tensor(buffer))
 
 
-def open_run(root: Path, state: dict[str, Any], **options: Any) -> ckptman.Checkpointer:
+def open_run(root, state, **options):
     """A Checkpointer that stops for nothing."""
     return ckptman.Checkpointer(root, state, deadline=None, watchdog=None, **options)
 
 
-def values_of(device: Device, tensors: Tensors) -> Tensors:
+def values_of(device, tensors):
     """What tensors hold once everything is done, in host memory."""
     return {
         name: device.values(each) if each.device.type == "cuda" else each.detach().clone()
@@ -159,7 +154,7 @@ def values_of(device: Device, tensors: Tensors) -> Tensors:
     }
 
 
-def check_saved(root: Path, device: Device, kept: dict[int, Tensors], *, hosted: bool = True) -> None:
+def check_saved(root, device, kept, *, hosted=True):
     """Check that each checkpoint holds, bit for bit, the copies that were made at its step."""
     for step, copies in kept.items():
         fresh = Run(seed=1, hosted=hosted)
@@ -169,7 +164,7 @@ def check_saved(root: Path, device: Device, kept: dict[int, Tensors], *, hosted:
         assert differing(fresh.tensors(), expected) == [], f"step {step}"
 
 
-def saved(root: Path, step: int, like: Tensors) -> Tensors:
+def saved(root, step, like):
     """What the checkpoint of a step holds of the entry "x", read on the host. `like`: their dtypes and shapes."""
     found = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in like.items()}
     ckptman.load({"x": found}, root / step_folder(step))

@@ -1,9 +1,6 @@
 """Saves in the background on a device: what is saved is the state of its step, whatever stream does what meanwhile."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,13 +8,13 @@ from torch import nn
 import ckptman
 from ckptman.format.paths import step_folder
 from tests.dcp.test_values import differing
-from tests.gpu.device import BUSY, Device, Run, busy, check_saved, open_run, saved, values_of
+from tests.gpu.device import BUSY, Run, busy, check_saved, open_run, saved, values_of
 
 STEPS = 6
 NOT_BEGUN = "the device is still busy, and the copy has not begun"
 
 
-def train_and_save(root: Path, device: Device, **options: bool) -> None:
+def train_and_save(root, device, **options):
     run, kept = Run(device), {}
     with open_run(root, run.state, **options) as checkpointer:
         for step in range(1, STEPS + 1):
@@ -28,19 +25,19 @@ def train_and_save(root: Path, device: Device, **options: bool) -> None:
     check_saved(root, device, kept)
 
 
-def test_bit_equal_after_an_async_save(tmp_path: Path, device: Device) -> None:
+def test_bit_equal_after_an_async_save(tmp_path, device):
     """A save after each of six steps, with no pause between them: each checkpoint holds, bit for bit, what parameters,
     buffers, both optimizers and a tensor in host memory were at its step, although the next step changes all of it."""
     train_and_save(tmp_path, device)
 
 
-def test_bit_equal_with_overlap(tmp_path: Path, device: Device) -> None:
+def test_bit_equal_with_overlap(tmp_path, device):
     """The same with `overlap=True`: the copy runs under the next forward and backward pass, and the next optimizer step
     waits for it on the device."""
     train_and_save(tmp_path, device, overlap=True)
 
 
-def test_bit_equal_after_a_save_that_blocks(tmp_path: Path, device: Device) -> None:
+def test_bit_equal_after_a_save_that_blocks(tmp_path, device):
     """Saves in the training thread, by `async_save=False` and by `ckptman.save`, right after a step that the device has
     not done yet: both hold, bit for bit, the state after it."""
     run = Run(device)
@@ -57,7 +54,7 @@ def test_bit_equal_after_a_save_that_blocks(tmp_path: Path, device: Device) -> N
     check_saved(tmp_path, device, kept)
 
 
-def test_a_save_with_overlap_does_not_wait_for_the_device(tmp_path: Path, device: Device) -> None:
+def test_a_save_with_overlap_does_not_wait_for_the_device(tmp_path, device):
     """The device is still busy with the steps before when a save with overlap begins. Where all that is saved is what
     the optimizers update, the call returns long before the device is done, and what is saved is the state after it."""
     model = nn.Module()
@@ -81,7 +78,7 @@ def test_a_save_with_overlap_does_not_wait_for_the_device(tmp_path: Path, device
     assert found["weight"].unique().tolist() == [-1 - 1.5]
 
 
-def test_a_training_on_a_stream_of_its_own(tmp_path: Path, device: Device) -> None:
+def test_a_training_on_a_stream_of_its_own(tmp_path, device):
     """All of the training runs on a stream that is not the default one. What that stream has yet to do when the save
     begins comes first, and what it is told after the save comes later: the checkpoint holds the value between them."""
     own = device.Stream()
@@ -100,7 +97,7 @@ def test_a_training_on_a_stream_of_its_own(tmp_path: Path, device: Device) -> No
         assert {name: each.unique().tolist() for name, each in found.items()} == {"a": [step], "b": [step]}
 
 
-def test_two_optimizers_on_two_streams_each_wait(tmp_path: Path, device: Device) -> None:
+def test_two_optimizers_on_two_streams_each_wait(tmp_path, device):
     """With overlap, and the device busy so that the copy has not begun, two optimizers step on two streams of their
     own, which are idle. Neither step begins before the copy is made: the checkpoint holds the values before both."""
     run = Run(device, hosted=False)
@@ -124,7 +121,7 @@ def test_two_optimizers_on_two_streams_each_wait(tmp_path: Path, device: Device)
     check_saved(tmp_path, device, kept, hosted=False)
 
 
-def test_memory_that_is_freed_after_a_save_is_not_used_before_it_is_copied(tmp_path: Path, device: Device) -> None:
+def test_memory_that_is_freed_after_a_save_is_not_used_before_it_is_copied(tmp_path, device):
     """With overlap, and the device busy so that the copy has not begun, an optimizer is given another buffer and the
     old one is freed. It is of a stream that is idle, whose next tensors would have its memory at once: the checkpoint
     holds what the old one held."""

@@ -1,27 +1,22 @@
 """What saves cost on a GPU: the time of a staged copy, and memory."""
 
-from __future__ import annotations
-
 import statistics
 import time
-from pathlib import Path
 
 import psutil
-import pytest
 import torch
 from torch import nn
 
 from ckptman.io.threads import Worker
 from ckptman.saving.staging import Stager
-from ckptman.saving.write_plan import RankFile
-from tests.gpu.device import Cuda, open_run
+from tests.gpu.device import open_run
 from tests.saving.test_staging import file_of
 
 ROUNDS = 7
 MIB = 1 << 20
 
 
-def raw_copy_seconds(memory: list[torch.Tensor], pinned: list[torch.Tensor]) -> float:
+def raw_copy_seconds(memory, pinned):
     torch.cuda.synchronize()
     begun = time.perf_counter()
     for each, target in zip(memory, pinned):
@@ -30,7 +25,7 @@ def raw_copy_seconds(memory: list[torch.Tensor], pinned: list[torch.Tensor]) -> 
     return time.perf_counter() - begun
 
 
-def staging_rates(stager: Stager, file: RankFile, memory: list[torch.Tensor]) -> tuple[float, float]:
+def staging_rates(stager, file, memory):
     """GB/s of staging, and of a copy into pinned memory with nothing else done, in turns: medians of seven rounds."""
     pinned = [torch.zeros(each.shape, pin_memory=True) for each in memory]
     raw, staging = [], []
@@ -47,7 +42,7 @@ def staging_rates(stager: Stager, file: RankFile, memory: list[torch.Tensor]) ->
     return size / statistics.median(staging), size / statistics.median(raw)
 
 
-def test_staging_is_as_fast_as_a_copy_into_pinned_memory(cuda: Cuda, capsys: pytest.CaptureFixture[str]) -> None:
+def test_staging_is_as_fast_as_a_copy_into_pinned_memory(cuda, capsys):
     """1 GiB in 16 tensors is staged, and copied into pinned memory with nothing else done, in turns. By the medians of
     seven rounds staging has at least 0.9 of the rate of the copy. The figure is printed."""
     file, memory = file_of({"x": {str(number): torch.rand(16 * MIB, device="cuda") for number in range(16)}})
@@ -60,7 +55,7 @@ def test_staging_is_as_fast_as_a_copy_into_pinned_memory(cuda: Cuda, capsys: pyt
     assert staging / raw >= 0.9
 
 
-def test_memory_is_flat_over_ten_saves(tmp_path: Path, cuda: Cuda) -> None:
+def test_memory_is_flat_over_ten_saves(tmp_path, cuda):
     """Ten saves with overlap of 192 MiB (a model and AdamW), a step between them. From the third on, the memory that
     torch has of the GPU does not grow by a byte, and that of the process on the host by less than 32 MiB."""
     model = nn.Linear(4096, 4096, bias=False).cuda()

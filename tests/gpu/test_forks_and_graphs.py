@@ -1,14 +1,9 @@
 """What a training does besides while saves are made: processes that fork, graphs that are captured and replayed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +12,11 @@ from torch import nn
 import ckptman
 from ckptman.format.paths import step_folder
 from ckptman.saving.writer import CheckpointWriter
-from tests.gpu.device import BUSY, WAIT, Cuda, Device, Run, busy, check_saved, open_run
+from tests.gpu.device import BUSY, WAIT, Run, busy, check_saved, open_run
 
 
 @contextmanager
-def forked() -> Iterator[None]:
+def forked():
     """Inside, there is a fork of this process, as the worker of a data loader is, which asks nothing of a device."""
     pid = os.fork()
     if not pid:
@@ -36,7 +31,7 @@ def forked() -> Iterator[None]:
         os.waitpid(pid, 0)
 
 
-def test_a_fork_after_the_first_save(tmp_path: Path, cuda: Cuda) -> None:
+def test_a_fork_after_the_first_save(tmp_path, cuda):
     """A process is forked when the memory for saves is pinned and was written to, and lives on. What the host writes
     into that memory from then on, which are values of tensors on the CPU, leaves what the device writes where it was:
     each of three more checkpoints holds, bit for bit, the state of its step, small tensors and large ones."""
@@ -54,15 +49,13 @@ def test_a_fork_after_the_first_save(tmp_path: Path, cuda: Cuda) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_graph_is_captured_while_a_save_is_written(
-    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
+def test_a_graph_is_captured_while_a_save_is_written(tmp_path, device, monkeypatch, overlap):
     """A graph is captured, in the mode in which the runtime refuses most calls to all threads, from before the save is
     written until it is written. The capture succeeds, the graph does what was captured, and the checkpoint holds, bit
     for bit, the state of its step."""
     capturing, written, original = threading.Event(), threading.Event(), CheckpointWriter._write
 
-    def write(writer: CheckpointWriter, *arguments: Any) -> Any:
+    def write(writer, *arguments):
         assert capturing.wait(WAIT)
         try:
             return original(writer, *arguments)
@@ -88,7 +81,7 @@ def test_a_graph_is_captured_while_a_save_is_written(
     check_saved(tmp_path, device, kept)
 
 
-def test_overlap_beside_a_graph_that_replays_the_optimizer(tmp_path: Path, device: Device) -> None:
+def test_overlap_beside_a_graph_that_replays_the_optimizer(tmp_path, device):
     """Steps are replays of a graph in which an optimizer step was captured, so that no hook of the optimizer runs, and
     the device is busy when each save begins. With overlap such a save is refused with a ConfigError, or its checkpoint
     holds the parameters of its step, all of one step."""

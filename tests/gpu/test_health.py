@@ -1,10 +1,6 @@
 """What NVIDIA's or AMD's library says of a real GPU while it trains, and what a sample costs."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +11,12 @@ from ckptman.health.device import open_device
 from ckptman.policies.health import HealthSample
 from ckptman.runtime.journal import read_journal
 from ckptman.session import run_health
-from tests.gpu.device import Cuda
 
 SAMPLES = 20
 
 
 @pytest.fixture
-def address(cuda: Cuda) -> tuple[str, str]:
+def address(cuda):
     """Vendor and PCI address of the GPU."""
     pytest.importorskip("amdsmi" if torch.version.hip else "pynvml")
     torch.zeros(1, device="cuda")
@@ -30,7 +25,7 @@ def address(cuda: Cuda) -> tuple[str, str]:
     return found
 
 
-def test_figures_are_those_of_this_gpu(address: tuple[str, str]) -> None:
+def test_figures_are_those_of_this_gpu(address):
     device = open_device(*address)
     held = torch.zeros(2**30, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
@@ -47,7 +42,7 @@ def test_figures_are_those_of_this_gpu(address: tuple[str, str]) -> None:
     assert (sample.ecc_errors, sample.xids) == (0, ())
 
 
-def test_a_sample_costs_less_than_a_core_can_spare(address: tuple[str, str]) -> None:
+def test_a_sample_costs_less_than_a_core_can_spare(address):
     device = open_device(*address)
     begun = time.thread_time()
     for _ in range(SAMPLES):
@@ -57,7 +52,7 @@ def test_a_sample_costs_less_than_a_core_can_spare(address: tuple[str, str]) -> 
     assert seconds < 0.005 * ckptman.HealthThresholds().period_seconds
 
 
-def test_a_training_that_keeps_its_gpu_busy_says_so(address: tuple[str, str], tmp_path: Path) -> None:
+def test_a_training_that_keeps_its_gpu_busy_says_so(address, tmp_path):
     model = torch.nn.Linear(4096, 4096, device="cuda")
     x = torch.randn(8192, 4096, device="cuda")
     thresholds = ckptman.HealthThresholds(period_seconds=0.1)
@@ -71,7 +66,7 @@ def test_a_training_that_keeps_its_gpu_busy_says_so(address: tuple[str, str], tm
                     model(x)
             torch.cuda.synchronize()
             checkpointer.step(step)
-    told: dict[str, Any] = next(each for each in read_journal(journal_path(tmp_path))[0] if each["event"] == "health")
+    told = next(each for each in read_journal(journal_path(tmp_path))[0] if each["event"] == "health")
     assert told["samples"] > 10
     figures = told["figures"]
     assert figures["utilisation"]["median"] > 0.5

@@ -1,10 +1,7 @@
 """Saves to the memory of the node from a device: what is copied there is the checkpoint, and goes back to a device."""
 
-from __future__ import annotations
-
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from ckptman.io.threads import Worker
 from ckptman.policies import EverySteps
 from ckptman.saving.staging import Stager
 from tests.dcp.test_values import differing
-from tests.gpu.device import BUSY, Cuda, Device, Run, busy, check_saved, open_run, values_of
+from tests.gpu.device import BUSY, Cuda, Run, busy, check_saved, open_run, values_of
 from tests.gpu.test_costs import MIB, staging_rates
 from tests.helpers.node_memory import shm
 from tests.helpers.ranks import say, start_ranks
@@ -27,13 +24,13 @@ LIMIT = 100.0
 ONE_COPY = "ignore:checkpoints in memory have 1 copy"
 
 
-def tier(shm: Path) -> ckptman.MemoryTier:
+def tier(shm):
     return ckptman.MemoryTier(EverySteps(2), path=shm)
 
 
 @pytest.mark.filterwarnings(ONE_COPY)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-def test_bit_equal_in_memory(tmp_path: Path, shm: Path, device: Device, overlap: bool) -> None:
+def test_bit_equal_in_memory(tmp_path, shm, device, overlap):
     """Six saves to memory, each while the device is busy: what lies in memory holds, bit for bit, what parameters,
     buffers, both optimizers and a tensor in host memory were, although the next step changes all of it."""
     run = Run(device)
@@ -52,7 +49,7 @@ def test_bit_equal_in_memory(tmp_path: Path, shm: Path, device: Device, overlap:
                 check_saved(checkpointer._memory._node.path_of(step).parent, device, {step: kept})
 
 
-def train_until_killed(root: Path, shm: Path) -> None:
+def train_until_killed(root, shm):
     run = Run(Cuda())
     with open_run(root, run.state, save_policy=EverySteps(100), memory=tier(shm)) as checkpointer:
         checkpointer.restore()
@@ -67,7 +64,7 @@ def train_until_killed(root: Path, shm: Path) -> None:
 
 
 @pytest.mark.filterwarnings(ONE_COPY)
-def test_a_killed_run_goes_on_from_memory_on_the_gpu(tmp_path: Path, shm: Path, cuda: Cuda) -> None:
+def test_a_killed_run_goes_on_from_memory_on_the_gpu(tmp_path, shm, cuda):
     """A run that saves to memory every second step is killed with SIGKILL while its slots are pinned. The next process
     goes on from its last step, nothing being on disk, with each tensor on the GPU as it was, bit for bit."""
     with start_ranks(1, train_until_killed, tmp_path, shm, limit=LIMIT) as ranks:
@@ -81,9 +78,7 @@ def test_a_killed_run_goes_on_from_memory_on_the_gpu(tmp_path: Path, shm: Path, 
         assert differing(values_of(cuda, run.tensors()), torch.load(tmp_path / "expected.pt")) == []
 
 
-def test_staging_into_memory_is_as_fast_as_a_copy_into_pinned_memory(
-    shm: Path, cuda: Cuda, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_staging_into_memory_is_as_fast_as_a_copy_into_pinned_memory(shm, cuda, capsys):
     """1 GiB in 16 tensors is staged into a file in memory, and copied into pinned memory, in turns. By the medians of
     seven rounds a stall is at most 1.15 times the copy. The figure is printed."""
     file, memory = file_of({"x": {str(number): torch.rand(16 * MIB, device="cuda") for number in range(16)}})

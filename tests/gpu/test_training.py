@@ -1,11 +1,8 @@
 """Whole trainings on a GPU, stopped and gone on: sharded, on two ranks, scaled, compiled, and by the bundled loop."""
 
-from __future__ import annotations
-
 import shutil
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from ckptman.format.paths import step_folder
 from ckptman.runtime.journal import read_journal
 from tests.dcp.test_values import differing
 from tests.gpu.bundled import EXIT_AGAIN, STEPS, make_tokens, start_ranks
-from tests.gpu.device import Cuda, Tensors, open_run, values_of
+from tests.gpu.device import open_run, values_of
 from tests.helpers.ranks import alone, run_ranks
 
 LIMIT = 100.0
@@ -27,7 +24,7 @@ LIMIT = 100.0
 class Sharded:
     """A model sharded over one GPU by FSDP2, and AdamW."""
 
-    def __init__(self, mesh: Any, offload: bool, seed: int = 0) -> None:
+    def __init__(self, mesh, offload, seed=0):
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         torch.manual_seed(seed)
@@ -36,15 +33,15 @@ class Sharded:
         for module in (self.model[0], self.model[2], self.model):
             fully_shard(module, mesh=mesh, offload_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.state = {"model": self.model, "optimizer": self.optimizer}
 
-    def train_step(self, number: int) -> None:
+    def train_step(self, number):
         x = torch.randn(8, 24, generator=torch.Generator().manual_seed(number)).cuda()
         self.optimizer.zero_grad()
         self.model(x).square().mean().backward()
         self.optimizer.step()
 
-    def values(self) -> Tensors:
+    def values(self):
         """Copies of this rank's parts, which are all there is."""
         found = dict(self.model.state_dict())
         for number, entries in self.optimizer.state_dict()["state"].items():
@@ -53,17 +50,17 @@ class Sharded:
         return {name: each.detach().cpu().clone() for name, each in parts.items()}
 
 
-def train_sharded(root: Path, offload: bool) -> list[list[str]]:
+def train_sharded(root, offload):
     """What differs after each of three saves."""
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.cuda.set_device(0)
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=("replicate", "shard"))
     run, kept = Sharded(mesh, offload), {}
     run.train_step(0)
-    assert next(run.model.parameters()).to_local().device.type == ("cpu" if offload else "cuda")  # type: ignore[operator]
+    assert next(run.model.parameters()).to_local().device.type == ("cpu" if offload else "cuda")
     with open_run(root, run.state, overlap=True) as checkpointer:
         for step in (1, 2, 3):
             run.train_step(step)
@@ -78,34 +75,34 @@ def train_sharded(root: Path, offload: bool) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["on the GPU", "offloaded to the CPU"])
-def test_fsdp2_on_one_gpu(tmp_path: Path, cuda: Cuda, offload: bool) -> None:
+def test_fsdp2_on_one_gpu(tmp_path, cuda, offload):
     """A model that FSDP2 shards over a mesh of (1, 1), with its parameters on the GPU or offloaded to the CPU, trained
     with a save with overlap at each of three steps: each checkpoint, loaded into another model that is sharded in the
     same way, holds the parameters and moments of its step, bit for bit."""
     assert alone(train_sharded, tmp_path, offload, limit_seconds=LIMIT) == [[], [], []]
 
 
-def train_on_a_shared_gpu(root: str) -> tuple[list[str], int]:
+def train_on_a_shared_gpu(root):
     """What differs on this rank after a restore, and how many ranks wrote."""
     torch.cuda.set_device(0)
 
-    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    def make(seed):
         torch.manual_seed(seed)
         model = nn.Linear(700, 900).cuda()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         return model, optimizer, {"model": model, "optimizer": optimizer, "rng": ckptman.RNGState()}
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    def step(model, optimizer, number):
         x = torch.randn(4, 700, generator=torch.Generator().manual_seed(number)).cuda()
         optimizer.zero_grad()
         model(x).square().mean().backward()
         for parameter in model.parameters():
-            gradient = parameter.grad.cpu()  # type: ignore[union-attr]
+            gradient = parameter.grad.cpu()
             dist.all_reduce(gradient)
-            parameter.grad.copy_(gradient)  # type: ignore[union-attr]
+            parameter.grad.copy_(gradient)
         optimizer.step()
 
-    def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    def values(model, optimizer):
         found = {name: each.cpu() for name, each in model.state_dict().items()}
         for number, entries in optimizer.state_dict()["state"].items():
             found |= {f"{number}.{key}": each.cpu().clone() for key, each in entries.items()}
@@ -126,14 +123,14 @@ def train_on_a_shared_gpu(root: str) -> tuple[list[str], int]:
     return wrong, read_manifest(Path(root) / step_folder(3)).world_size
 
 
-def test_two_ranks_on_one_gpu(tmp_path: Path, cuda: Cuda) -> None:
+def test_two_ranks_on_one_gpu(tmp_path, cuda):
     """Two ranks that talk over gloo and share a GPU train replicas, with a save with overlap at each step. The newest
     checkpoint was written by both, and a restore gives each rank all of it, bit for bit, and its own generators."""
     assert run_ranks(2, train_on_a_shared_gpu, str(tmp_path), limit=LIMIT) == [([], 2), ([], 2)]
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["in the scaler", "in the optimizer"])
-def test_a_step_that_the_scaler_skips(tmp_path: Path, cuda: Cuda, fused: bool) -> None:
+def test_a_step_that_the_scaler_skips(tmp_path, cuda, fused):
     """One of four steps has an infinite gradient, and is skipped: by `GradScaler`, which does not call the optimizer,
     or by a fused optimizer, which is called and does nothing. With overlap and a save after each step, each checkpoint
     holds parameters, moments and scale of its step; that of the skipped step has the parameters of the one before."""
@@ -143,24 +140,24 @@ def test_a_step_that_the_scaler_skips(tmp_path: Path, cuda: Cuda, fused: bool) -
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     state = {"model": model, "optimizer": optimizer, "scaler": scaler}
 
-    def step(number: int) -> None:
+    def step(number):
         optimizer.zero_grad()
         x = torch.randn(4, 700, generator=torch.Generator().manual_seed(number)).cuda()
         scaler.scale(model(x).square().mean()).backward()
         if number == 2:
-            model.weight.grad.fill_(float("inf"))  # type: ignore[union-attr]
+            model.weight.grad.fill_(float("inf"))
         scaler.step(optimizer)
         scaler.update()
 
-    def tensors() -> Tensors:
+    def tensors():
         found = dict(model.state_dict())
         for number, entries in optimizer.state_dict()["state"].items():
             found |= {f"{number}.{key}": each for key, each in entries.items()}
         return found
 
     step(0)
-    kept: dict[int, Tensors] = {}
-    scales: dict[int, float] = {}
+    kept = {}
+    scales = {}
     with open_run(tmp_path, state, overlap=True) as checkpointer:
         for number in range(1, 5):
             step(number)
@@ -178,7 +175,7 @@ def test_a_step_that_the_scaler_skips(tmp_path: Path, cuda: Cuda, fused: bool) -
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_a_compiled_model(tmp_path: Path, cuda: Cuda) -> None:
+def test_a_compiled_model(tmp_path, cuda):
     """A model is compiled and trained with a save with overlap at each step. The checkpoints have the names of the
     model that is not compiled, and give one, and another compiled one, the bits of their steps."""
     # Without a compiler for the host, or Triton, what inductor makes cannot be built.
@@ -190,14 +187,14 @@ def test_a_compiled_model(tmp_path: Path, cuda: Cuda) -> None:
         has_tools = False
     backend = "inductor" if has_tools else "aot_eager"
 
-    def make(seed: int, compiled: bool) -> nn.Module:
+    def make(seed, compiled):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 331), nn.GELU(), nn.Linear(331, 8)).cuda()
-        return torch.compile(model, backend=backend) if compiled else model  # type: ignore[return-value]
+        return torch.compile(model, backend=backend) if compiled else model
 
     model = make(0, compiled=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    kept: dict[int, Tensors] = {}
+    kept = {}
     with open_run(tmp_path, {"model": model, "optimizer": optimizer}, overlap=True) as checkpointer:
         for step in (1, 2, 3):
             x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).cuda()
@@ -217,14 +214,14 @@ def test_a_compiled_model(tmp_path: Path, cuda: Cuda) -> None:
             assert differing(values_of(cuda, found), expected) == [], f"step {step}"
 
 
-def losses(folder: Path) -> list[tuple[int, str, float, int]]:
+def losses(folder):
     events, torn = read_journal(folder / "steps.jsonl")
     assert not torn
     return [(each["step"], each["loss_hex"], each["grad_norm"], each["position"]) for each in events]
 
 
 @pytest.mark.timeout(400)
-def test_the_bundled_loop_interrupted_and_continued(tmp_path: Path, cuda: Cuda) -> None:
+def test_the_bundled_loop_interrupted_and_continued(tmp_path, cuda):
     """`python -m ckptman.train` on the GPU, asked to stop by SIGTERM after step 3 and started again: it exits with 75
     and then with 0, and repeats an uninterrupted run bit by bit: losses, gradient norms, data positions, and the files
     of the last checkpoint."""

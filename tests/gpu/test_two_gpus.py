@@ -1,7 +1,5 @@
 """Two ranks on two GPUs: which of them they touch, and how a run ends in which one rank fails or stands still."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -19,7 +17,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("two_gpus")]
 NCCL_TIMEOUT_SECONDS = 90
 
 
-def save_and_restore(root: str) -> list[bool]:
+def save_and_restore(root):
     """Which GPUs this rank has a context on, after saves with overlap and a restore."""
     import torch.distributed as dist
 
@@ -41,13 +39,13 @@ def save_and_restore(root: str) -> list[bool]:
     return [torch._C._cuda_hasPrimaryContext(number) for number in range(2)]
 
 
-def test_no_rank_makes_a_context_on_the_gpu_of_another(tmp_path: Path) -> None:
+def test_no_rank_makes_a_context_on_the_gpu_of_another(tmp_path):
     """Each of two ranks has a GPU of its own, and saves with overlap and restores. All that copies, waits and uploads
     in threads behind it leaves the other GPU alone: a context there would take half a GB of it."""
     assert run_ranks(2, save_and_restore, str(tmp_path), limit=100.0) == [[True, False], [False, True]]
 
 
-def test_a_rank_that_runs_out_of_memory_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
+def test_a_rank_that_runs_out_of_memory_ends_the_run_with_its_traceback(tmp_path):
     """Rank 1 of the bundled loop asks for more memory than its GPU has, while rank 0 waits for it in a collective. The
     run under torchrun is over in less than 60 s, and what it printed has the traceback of rank 1."""
     with start_ranks(2, make_tokens(tmp_path / "tokens"), tmp_path / "run", "oom=3", run__steps=10**6) as run:
@@ -61,7 +59,7 @@ def test_a_rank_that_runs_out_of_memory_ends_the_run_with_its_traceback(tmp_path
     assert "in _oom" in text, "where it was"
 
 
-def test_a_rank_that_stands_still_is_told_of_before_nccl_aborts(tmp_path: Path) -> None:
+def test_a_rank_that_stands_still_is_told_of_before_nccl_aborts(tmp_path):
     """Rank 1 of the bundled loop is stopped by SIGSTOP, and rank 0 waits for it in a collective, which NCCL would abort
     after 90 s. Before that the watchdog says that rank 1 is not heard of."""
     folder = tmp_path / "run"

@@ -1,11 +1,8 @@
 """What is saved on a device and comes back to it: every dtype, from the page cache and from disk, and generators."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ import torch
 import ckptman
 from ckptman.format.paths import data_name, step_folder
 from tests.dcp.test_values import blank, differing, noise
-from tests.gpu.device import Cuda, Device, Tensors, open_run, values_of
+from tests.gpu.device import open_run, values_of
 from tests.helpers.checkpoints import flip_byte
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
@@ -21,7 +18,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.floa
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def any_tensors() -> Tensors:
+def any_tensors():
     """Any bits, of every dtype; a scalar, no elements, and a large one."""
     found = {str(dtype).removeprefix("torch."): noise(dtype, 331, 17) for dtype in (*FLOATS, *FP8, *INTEGERS)}
     return found | {
@@ -31,7 +28,7 @@ def any_tensors() -> Tensors:
     }
 
 
-def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, device: Device) -> None:
+def test_every_dtype_comes_back_bit_by_bit(tmp_path, device):
     """Random bits of 16 dtypes (floats, fp8, complex, integers, bool), a scalar, a tensor without elements, one that is
     transposed and one with gaps are saved from the device, and are loaded onto it into other ones: the same bits."""
     tensors = {name: device.tensor(each) for name, each in any_tensors().items()}
@@ -47,7 +44,7 @@ def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, device: Device) -> No
     assert differing(values_of(device, loaded), expected) == []
 
 
-def test_a_load_from_the_page_cache(tmp_path: Path, device: Device) -> None:
+def test_a_load_from_the_page_cache(tmp_path, device):
     """A checkpoint that is in the page cache is restored onto the device by `restore` of another Checkpointer, into
     memory that is contiguous and into memory that is transposed: the same bits."""
     expected = any_tensors()
@@ -61,7 +58,7 @@ def test_a_load_from_the_page_cache(tmp_path: Path, device: Device) -> None:
     assert differing(values_of(device, tensors), expected) == []
 
 
-def test_a_cold_load_with_a_flipped_byte(tmp_path: Path, device: Device) -> None:
+def test_a_cold_load_with_a_flipped_byte(tmp_path, device):
     """Of two checkpoints that are not in the page cache, one byte of the newer one is another. Loading that one raises
     a CorruptError that names the file; `restore` warns, and fills the device with the bits of the older one."""
     tensors = {name: device.tensor(each) for name, each in any_tensors().items()}
@@ -80,7 +77,7 @@ def test_a_cold_load_with_a_flipped_byte(tmp_path: Path, device: Device) -> None
     assert differing(values_of(device, tensors), expected) == []
 
 
-def drop_from_cache(folder: Path) -> None:
+def drop_from_cache(folder):
     """Have files read from disk by the next reader, as far as the file system can."""
     os.sync()
     for path in folder.iterdir():
@@ -88,10 +85,10 @@ def drop_from_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def test_generators_go_on_where_they_were(tmp_path: Path, cuda: Cuda) -> None:
+def test_generators_go_on_where_they_were(tmp_path, cuda):
     """The generators of the device and of the CPU draw, after a restore, what they drew after the save."""
 
-    def draw() -> list[float]:
+    def draw():
         return [*torch.rand(5, device="cuda").tolist(), *torch.rand(5).tolist()]
 
     torch.cuda.manual_seed(3)
@@ -124,7 +121,7 @@ assert not torch._C._cuda_hasPrimaryContext(0)
 """
 
 
-def test_a_run_on_the_cpu_makes_no_context_on_a_gpu(tmp_path: Path, cuda: Cuda) -> None:
+def test_a_run_on_the_cpu_makes_no_context_on_a_gpu(tmp_path, cuda):
     """A process whose tensors are all on the CPU, with `RNGState`, saves, restores and saves again where there is a
     GPU: it has no CUDA context in the end, which would take half a GB of the GPU."""
     done = subprocess.run(

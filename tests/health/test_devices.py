@@ -1,14 +1,9 @@
 """What the libraries of NVIDIA and AMD answer becomes figures; what they do not, or what breaks, harms nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
-from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -27,13 +22,13 @@ NAMES = {each.name for each in fields(HealthSample)}
 class Card:
     """A GPU behind the real `pynvml`, whose functions it answers in place of a driver."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.errors: dict[str, int] = {}
+    def __init__(self, patch):
+        self.errors = {}
         """The code of the error that a function raises."""
-        self.xids: list[int] = []
+        self.xids = []
         self.ecc = 3
         self.throttled = 0x4 | 0x40
-        answers: dict[str, Callable[..., Any]] = {
+        answers = {
             "Init": lambda: None,
             "DeviceGetHandleByPciBusId": lambda address: address,
             "EventSetCreate": object,
@@ -54,26 +49,26 @@ class Card:
         for name, answer in answers.items():
             patch.setattr(pynvml, f"nvml{name}", self._answering(name, answer))
 
-    def _answering(self, name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-        def ask(*arguments: Any) -> Any:
+    def _answering(self, name, answer):
+        def ask(*arguments):
             if (code := self.errors.get(name, self.errors.get("all"))) is not None:
                 raise pynvml.NVMLError(code)
             return answer(*arguments)
 
         return ask
 
-    def _next_xid(self, events: object, milliseconds: int) -> Any:
+    def _next_xid(self, events, milliseconds):
         if not self.xids:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
         return SimpleNamespace(eventData=self.xids.pop(0))
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+def card(monkeypatch):
     return Card(monkeypatch)
 
 
-def test_figures_of_nvidia(card: Card) -> None:
+def test_figures_of_nvidia(card):
     device = open_device("nvidia", ADDRESS)
     card.ecc, card.xids = 5, [48, 63]
     sample = HealthSample(**device.read())
@@ -95,7 +90,7 @@ def test_figures_of_nvidia(card: Card) -> None:
     assert device.read()["xids"] == ()
 
 
-def test_what_a_gpu_does_not_know_is_left_out(card: Card) -> None:
+def test_what_a_gpu_does_not_know_is_left_out(card):
     unknown = ("EventSetCreate", "DeviceGetPcieThroughput", "DeviceGetUtilizationRates", "DeviceGetTotalEccErrors")
     card.errors = dict.fromkeys(unknown, pynvml.NVML_ERROR_NOT_SUPPORTED)
     figures = open_device("nvidia", ADDRESS).read()
@@ -103,7 +98,7 @@ def test_what_a_gpu_does_not_know_is_left_out(card: Card) -> None:
     assert figures["power_watts"] == pytest.approx(612.345)
 
 
-def test_a_gpu_that_is_lost_or_tells_nothing(card: Card) -> None:
+def test_a_gpu_that_is_lost_or_tells_nothing(card):
     device = open_device("nvidia", ADDRESS)
     card.errors = {"DeviceGetPowerUsage": pynvml.NVML_ERROR_GPU_IS_LOST}
     with pytest.raises(DeviceLost):
@@ -120,15 +115,15 @@ def test_a_gpu_that_is_lost_or_tells_nothing(card: Card) -> None:
         open_device("nvidia", ADDRESS)
 
 
-def fake_amdsmi(answers: dict[str, Any]) -> ModuleType:
+def fake_amdsmi(answers):
     """What of `amdsmi` 7.0 is used here; an answer that is an error is raised."""
-    module: Any = ModuleType("amdsmi")
+    module = ModuleType("amdsmi")
 
     class AmdSmiException(Exception):
         pass
 
-    def answering(answer: Any) -> Callable[..., Any]:
-        def ask(*arguments: Any) -> Any:
+    def answering(answer):
+        def ask(*arguments):
             if isinstance(answer, str):
                 raise AmdSmiException(answer)
             return answer
@@ -147,8 +142,8 @@ def fake_amdsmi(answers: dict[str, Any]) -> ModuleType:
     return module
 
 
-def test_figures_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: dict[str, Any] = {
+def test_figures_of_amd(monkeypatch):
+    answers = {
         "processor_handle_from_bdf": ctypes.c_void_p(1),
         "gpu_activity": {"gfx_activity": 93, "umc_activity": 20, "mm_activity": "N/A"},
         "power_cap_info": {"power_cap": 750_000_000},
@@ -179,7 +174,7 @@ def test_figures_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (figures["power_watts"], figures["utilisation"], figures["clock"]) == (None, None, None)
 
 
-def test_figures_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_of_the_host(tmp_path, monkeypatch):
     counters = tmp_path / "mlx5_0" / "ports" / "1" / "counters"
     counters.mkdir(parents=True)
     monkeypatch.setattr(host, "_INFINIBAND", tmp_path)
@@ -197,7 +192,7 @@ def test_figures_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < figures["host_available_bytes"] <= figures["host_total_bytes"]
 
 
-def test_the_memory_of_a_job_is_what_its_limit_leaves(tmp_path: Path) -> None:
+def test_the_memory_of_a_job_is_what_its_limit_leaves(tmp_path):
     # Else 64 GB of a machine of 2 TB were always too few.
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "memory.max").write_text("64000\n")

@@ -1,10 +1,7 @@
 """What thousands of ranks say comes to a few lines of the journal, and the one that holds them up is named."""
 
-from __future__ import annotations
-
 import json
 import random
-from typing import Any
 
 from ckptman.health.rank_report import RankHealth, breaches_over_ranks, exceeding, over_ranks, stragglers, usual_seconds
 from ckptman.policies.health import FIGURES, HealthBreach, HealthThresholds
@@ -12,18 +9,18 @@ from ckptman.policies.health import FIGURES, HealthBreach, HealthThresholds
 DEFAULT = HealthThresholds()
 
 
-def ranks(count: int, seed: int = 1, **of_one: dict[str, Any]) -> list[RankHealth]:
+def ranks(count, seed=1, **of_one):
     """Healthy ranks with steps of a second; `of_one`: what is different on some, by `rN`."""
     chance, found = random.Random(seed), []
     for rank in range(count):
         work = chance.gauss(0.5, 0.01)
         figures = {"utilisation": 0.97, "clock": chance.gauss(0.9, 0.015)}
         fields = {"step_seconds": 1.0, "work_seconds": work, "loader_seconds": 0.01, "samples": 300, "figures": figures}
-        found.append(RankHealth(rank, f"node{rank // 8:04}", **{**fields, **of_one.get(f"r{rank}", {})}))  # type: ignore[arg-type]
+        found.append(RankHealth(rank, f"node{rank // 8:04}", **{**fields, **of_one.get(f"r{rank}", {})}))
     return found
 
 
-def test_a_straggler_is_named_and_no_other_rank() -> None:
+def test_a_straggler_is_named_and_no_other_rank():
     assert stragglers(ranks(64), DEFAULT) == []
     [found] = stragglers(ranks(64, r13={"work_seconds": 0.75}), DEFAULT)
     assert (found.rank, found.node, found.of) == (13, "node0001", "work")
@@ -38,7 +35,7 @@ def test_a_straggler_is_named_and_no_other_rank() -> None:
     assert stragglers(ranks(64, r13={"work_seconds": 0.75}), HealthThresholds(straggler_share=0.3)) == []
 
 
-def test_a_loader_that_the_gpu_hides_holds_nobody_up() -> None:
+def test_a_loader_that_the_gpu_hides_holds_nobody_up():
     late = {"loader_seconds": 0.4}
     assert stragglers(ranks(8, r3=late), DEFAULT) == []
     [found] = stragglers(ranks(8, r3={**late, "figures": {"utilisation": 0.6}}), DEFAULT)
@@ -50,7 +47,7 @@ def test_a_loader_that_the_gpu_hides_holds_nobody_up() -> None:
     assert found.rank == 1
 
 
-def test_one_rank_or_few_steps_make_no_straggler() -> None:
+def test_one_rank_or_few_steps_make_no_straggler():
     assert stragglers(ranks(1, r0={"work_seconds": 9.0}), DEFAULT) == []
     assert stragglers([RankHealth(rank, "n") for rank in range(4)], DEFAULT) == []
     assert usual_seconds([1.0] * 5) is None
@@ -58,7 +55,7 @@ def test_one_rank_or_few_steps_make_no_straggler() -> None:
     assert exceeding([1.0, None, 2.0], 1.0, 0.5) == [(2, 2.0, 1.0)]
 
 
-def test_a_line_is_bounded_however_many_ranks_there_are() -> None:
+def test_a_line_is_bounded_however_many_ranks_there_are():
     breach = HealthBreach("utilisation", "problem", 0.5, 0.7, 1e9, 600.0, 0.96, "GPU utilisation 50%, below 70%")
     figures = {name: random.Random(2).uniform(1e9, 2e9) for name in FIGURES}
     many = [

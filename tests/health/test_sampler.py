@@ -1,19 +1,14 @@
 """The thread that samples: what is broken is told once, what hangs is left behind, and training goes on."""
 
-from __future__ import annotations
-
 import logging
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ckptman.health import sampler as sampling
 from ckptman.health.device import DeviceLost, open_device
-from ckptman.health.sampler import Open, Sampler
+from ckptman.health.sampler import Sampler
 from ckptman.policies.health import HealthThresholds
 from ckptman.runtime.outcome import OUTCOME_ENV, reported_nodes
 
@@ -24,11 +19,11 @@ WAIT = 20.0
 class Recorded:
     """Gives one reading after the other, the last one again and again; an error is raised."""
 
-    def __init__(self, *readings: dict[str, Any] | Exception, after: int = 0) -> None:
+    def __init__(self, *readings, after=0):
         self._readings, self._after, self._count = readings, after, 0
         self.done = threading.Event()
 
-    def read(self) -> dict[str, Any]:
+    def read(self):
         number, self._count = self._count, self._count + 1
         if number >= len(self._readings) + self._after:
             self.done.set()
@@ -39,13 +34,13 @@ class Recorded:
         return found
 
 
-def steps() -> Callable[[], tuple[int | None, float | None]]:
+def steps():
     step = iter(range(10**9))
     return lambda: (next(step), 0.001)
 
 
 @contextmanager
-def sampled(sources: dict[str, Open], thresholds: HealthThresholds = FAST, **options: bool) -> Iterator[Sampler]:
+def sampled(sources, thresholds=FAST, **options):
     sampler = Sampler(thresholds, "rank 3 on n7", "n7", sources, steps(), **options)
     sampler.start()
     try:
@@ -54,7 +49,7 @@ def sampled(sources: dict[str, Open], thresholds: HealthThresholds = FAST, **opt
         sampler.close()
 
 
-def test_a_breach_is_one_line_and_goes_to_the_leader(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_breach_is_one_line_and_goes_to_the_leader(caplog):
     caplog.set_level(logging.INFO, "ckptman")
     # An hour is so many periods that these are soon more than its share.
     card = Recorded({"throttled": ("power brake",), "utilisation": 0.99}, after=100)
@@ -69,9 +64,7 @@ def test_a_breach_is_one_line_and_goes_to_the_leader(caplog: pytest.LogCaptureFi
     assert sampler.take()[1] == ()
 
 
-def test_a_device_with_errors_puts_its_node_on_the_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_with_errors_puts_its_node_on_the_list(tmp_path, monkeypatch, caplog):
     outcome = tmp_path / "outcome.json"
     monkeypatch.setenv(OUTCOME_ENV, str(outcome))
     card = Recorded({"xids": (31,)}, {"ecc_errors": 1}, DeviceLost("GPU is lost"))
@@ -90,10 +83,8 @@ def test_a_device_with_errors_puts_its_node_on_the_list(
 @pytest.mark.parametrize(
     "broken", [ImportError("libnvidia-ml.so.1: bad ELF"), RuntimeError("unknown\nerror"), KeyError("x")]
 )
-def test_a_broken_library_is_told_once_and_the_rest_goes_on(
-    broken: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
-    def opening() -> Recorded:
+def test_a_broken_library_is_told_once_and_the_rest_goes_on(broken, caplog):
+    def opening():
         raise broken
 
     later, good = Recorded({}, broken), Recorded({"host_available_bytes": 5.0}, after=20)
@@ -105,9 +96,7 @@ def test_a_broken_library_is_told_once_and_the_rest_goes_on(
     assert sampler.take()[0].figures["host_available_bytes"][0] > 5
 
 
-def test_a_library_that_is_missing_is_no_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_is_missing_is_no_warning(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "ckptman")
     monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
     for quiet, lines in ((True, 0), (False, 1)):
@@ -118,13 +107,13 @@ def test_a_library_that_is_missing_is_no_warning(
     assert "ckptman[nvidia]" in caplog.records[0].message
 
 
-def test_a_library_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_library_that_hangs_is_left_behind(monkeypatch, caplog):
     monkeypatch.setattr(sampling, "_HANGS_SECONDS", 0.0)
     monkeypatch.setattr(sampling, "_CLOSE_SECONDS", 0.01)
     hangs, go = threading.Event(), threading.Event()
 
     class Dead:
-        def read(self) -> dict[str, Any]:
+        def read(self):
             hangs.set()
             go.wait(WAIT)
             return {}

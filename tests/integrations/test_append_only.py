@@ -1,18 +1,13 @@
 """What cannot take back a step gets each once, in order, whatever becomes of the attempts."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ckptman.errors import ConfigError
 from ckptman.format.paths import DOT, run_folder
 from ckptman.integrations import append_only
-from ckptman.integrations.append_only import AppendOnlyTracker, Step, require
+from ckptman.integrations.append_only import AppendOnlyTracker, require
 from ckptman.integrations.mlflow import MLflowTracker
 from ckptman.integrations.tensorboard import TensorBoardTracker
 from ckptman.integrations.wandb import WandbTracker
@@ -25,30 +20,30 @@ class Kept(AppendOnlyTracker):
 
     _name = "kept"
 
-    def __init__(self, given: list[tuple[int, float]], live: bool = False, begins_anew: bool = True) -> None:
+    def __init__(self, given, live=False, begins_anew=True):
         super().__init__(live)
         self.given, self.begins_anew, self.went_back = given, begins_anew, False
 
-    def _open(self, run: TrackedRun, went_back: bool) -> bool:
+    def _open(self, run, went_back):
         self.went_back = went_back
         if went_back and self.begins_anew:
             self.given.clear()
         return went_back and self.begins_anew
 
-    def _hand_on(self, steps: Sequence[Step]) -> None:
+    def _hand_on(self, steps):
         self.given += [(each.step, each.metrics["loss"]) for each in steps]
 
-    def _close(self, end: str) -> None:
+    def _close(self, end):
         self.end = end
 
 
 @pytest.fixture
-def attempt(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
+def attempt(tmp_path):
     """Begins an attempt. The one before is over, killed unless it was closed."""
     run_folder(tmp_path).mkdir()
-    made: list[Kept] = []
+    made = []
 
-    def kill() -> None:
+    def kill():
         while made:
             each = made.pop()
             if each._file is not None:
@@ -56,7 +51,7 @@ def attempt(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
                 each._thread.leave()
                 each._file.close()
 
-    def begin(given: list[tuple[int, float]], step: int, **more: Any) -> Kept:
+    def begin(given, step, **more):
         kill()
         made.append(Kept(given, **more))
         made[-1].start(TrackedRun("run", tmp_path, 1, step, 1))
@@ -67,19 +62,19 @@ def attempt(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
     kill()
 
 
-def do(tracker: Kept, steps: range, value: float) -> None:
+def do(tracker, steps, value):
     for step in steps:
         tracker.log(step, {"loss": value})
     settle(tracker._thread)
 
 
-def saved(tracker: Kept, step: int) -> None:
+def saved(tracker, step):
     tracker.event("save_durable", {"step": step})
     settle(tracker._thread)
 
 
-def test_a_step_is_given_when_a_checkpoint_has_it(attempt: Callable[..., Kept], tmp_path: Path) -> None:
-    given: list[tuple[int, float]] = []
+def test_a_step_is_given_when_a_checkpoint_has_it(attempt, tmp_path):
+    given = []
     tracker = attempt(given, 0)
     saved(tracker, 3)  # before the steps of it have come
     do(tracker, range(1, 6), 1.0)
@@ -103,18 +98,18 @@ def test_a_step_is_given_when_a_checkpoint_has_it(attempt: Callable[..., Kept], 
 class Loading(Kept):
     """Its library takes as long as the test wants."""
 
-    def __init__(self, given: list[tuple[int, float]], loaded: threading.Event) -> None:
+    def __init__(self, given, loaded):
         super().__init__(given)
         self.loaded = loaded
 
-    def _open(self, run: TrackedRun, went_back: bool) -> bool:
+    def _open(self, run, went_back):
         self.loaded.wait(60)
         return super()._open(run, went_back)
 
 
-def test_steps_are_in_the_file_while_the_library_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_in_the_file_while_the_library_is_loaded(tmp_path, monkeypatch):
     run_folder(tmp_path).mkdir()
-    given: list[tuple[int, float]] = []
+    given = []
     killed, loaded = Loading([], threading.Event()), threading.Event()
     killed.start(TrackedRun("run", tmp_path, 1, 0, 1))
     for step in range(1, 8):
@@ -138,16 +133,16 @@ def test_steps_are_in_the_file_while_the_library_is_loaded(tmp_path: Path, monke
     assert (tmp_path / DOT / "kept-steps.jsonl").read_text() == before
 
 
-def test_what_fails_behind_is_raised_where_the_tracker_is_called(attempt: Callable[..., Kept]) -> None:
+def test_what_fails_behind_is_raised_where_the_tracker_is_called(attempt):
     tracker = attempt([], 0, live=True)
-    tracker.given = None  # type: ignore[assignment]
+    tracker.given = None
     do(tracker, range(1, 2), 1.0)
     with pytest.raises(TypeError):
         tracker.event("progress", {})
 
 
-def test_a_rollback_begins_anew_or_leaves_what_is_there(attempt: Callable[..., Kept]) -> None:
-    given: list[tuple[int, float]] = []
+def test_a_rollback_begins_anew_or_leaves_what_is_there(attempt):
+    given = []
     tracker = attempt(given, 0)
     do(tracker, range(1, 9), 1.0)
     saved(tracker, 8)
@@ -164,15 +159,15 @@ def test_a_rollback_begins_anew_or_leaves_what_is_there(attempt: Callable[..., K
     assert not attempt(given, 8).went_back
 
 
-def test_live_gives_each_at_once_and_none_twice(attempt: Callable[..., Kept]) -> None:
-    given: list[tuple[int, float]] = []
+def test_live_gives_each_at_once_and_none_twice(attempt):
+    given = []
     do(attempt(given, 0, live=True), range(1, 4), 1.0)
     do(attempt(given, 2, live=True, begins_anew=False), range(3, 6), 2.0)
     assert given == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
 
 
-def test_a_loop_that_goes_back_by_itself_counts_as_it_was_last(attempt: Callable[..., Kept]) -> None:
-    given: list[tuple[int, float]] = []
+def test_a_loop_that_goes_back_by_itself_counts_as_it_was_last(attempt):
+    given = []
     tracker = attempt(given, 0)
     do(tracker, range(1, 6), 1.0)
     do(tracker, range(3, 5), 2.0)
@@ -188,15 +183,13 @@ def test_a_loop_that_goes_back_by_itself_counts_as_it_was_last(attempt: Callable
         (TensorBoardTracker, r"needs tensorboard, .*: pip install 'ckptman\[tensorboard\]'"),
     ],
 )
-def test_a_library_that_is_missing_is_named(
-    make: Callable[[], object], what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_is_missing_is_named(make, what, monkeypatch):
     monkeypatch.setattr("ckptman.integrations.append_only.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=what):
         make()
 
 
-def test_a_folder_of_its_name_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_its_name_is_no_library(tmp_path, monkeypatch):
     (tmp_path / "nowhere_else").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="needs nowhere_else"):

@@ -1,11 +1,7 @@
 """Loaders that Fabric has prepared."""
 
-from __future__ import annotations
-
 import os
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,24 +15,24 @@ lightning = pytest.importorskip("lightning.fabric")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-def prepared(sampler: Any = None, **settings: Any) -> Any:
+def prepared(sampler=None, **settings):
     fabric = lightning.Fabric(accelerator="cpu", **settings)
     fabric.launch()
     samples = DataLoader(TensorDataset(torch.arange(20)), 3, shuffle=sampler is None, sampler=sampler)
     return fabric.setup_dataloaders(samples)
 
 
-def seen(loader: Any, batches: int = 99) -> list[int]:
+def seen(loader, batches=99):
     found = []
     for _, (batch,) in zip(range(batches), loader, strict=False):
         found += batch.tolist()
     return found
 
 
-def orders() -> tuple[list[list[int]], list[list[int]]]:
+def orders():
     """Return the orders of three epochs, and those of a loader that is made anew in the second of them."""
     _be_quiet()
-    settings: dict[str, Any] = {"devices": 2, "strategy": "ddp"}
+    settings = {"devices": 2, "strategy": "ddp"}
     torch.manual_seed(0)
     whole = ckptman.ResumableLoader(prepared(**settings))
     expected = [seen(whole) for _ in range(3)]
@@ -48,7 +44,7 @@ def orders() -> tuple[list[list[int]], list[list[int]]]:
     return expected, [*found, seen(second)]
 
 
-def test_the_order_of_each_epoch_is_its_own_after_a_restore() -> None:
+def test_the_order_of_each_epoch_is_its_own_after_a_restore():
     ranks = run_ranks(2, orders)
     for expected, found in ranks:
         assert found == expected
@@ -56,12 +52,12 @@ def test_the_order_of_each_epoch_is_its_own_after_a_restore() -> None:
     assert {sample for expected, _ in ranks for sample in expected[0]} == set(range(20))
 
 
-def _be_quiet() -> None:
+def _be_quiet():
     warnings.simplefilter("ignore")
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # the ranks have met already
 
 
-def twice_shared_out() -> str:
+def twice_shared_out():
     _be_quiet()
     loader = prepared(ckptman.ElasticSampler(20, seed=0), devices=2, strategy="ddp")
     with pytest.raises(ConfigError) as refused:
@@ -69,16 +65,16 @@ def twice_shared_out() -> str:
     return str(refused.value)
 
 
-def test_samples_are_shared_out_once() -> None:
+def test_samples_are_shared_out_once():
     assert all("use_distributed_sampler=False" in told for told in run_ranks(2, twice_shared_out))
 
 
-def test_a_batch_that_cannot_be_read_does_not_end_the_epoch() -> None:
+def test_a_batch_that_cannot_be_read_does_not_end_the_epoch():
     class Bad(Dataset[int]):
-        def __len__(self) -> int:
+        def __len__(self):
             return 6
 
-        def __getitem__(self, index: int) -> int:
+        def __getitem__(self, index):
             if index == 2:
                 raise OSError("cannot be read")
             return index
@@ -91,7 +87,7 @@ def test_a_batch_that_cannot_be_read_does_not_end_the_epoch() -> None:
     assert [each.tolist() for each in batches] == [[4, 5]]
 
 
-def test_a_loader_is_wrapped_to_be_in_the_state(tmp_path: Path) -> None:
+def test_a_loader_is_wrapped_to_be_in_the_state(tmp_path):
     refused = pytest.raises(ConfigError, match=r"data is a DataLoader.*put ckptman.ResumableLoader")
     with ckptman.Checkpointer(tmp_path, {"data": prepared(devices=1)}) as checkpointer, refused:
         checkpointer.step(1)

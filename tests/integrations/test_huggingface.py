@@ -7,9 +7,7 @@ import os
 import random
 import signal
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ from xxhash import xxh3_128_hexdigest
 
 import ckptman
 from ckptman.integrations.huggingface import CkptmanTrainerMixin
-from ckptman.state.step_record import Recorded, StepRecorder
+from ckptman.state.step_record import StepRecorder
 from tests.helpers import forkserver
 from tests.helpers.ranks import run_ranks, start_ranks
 
@@ -32,20 +30,20 @@ SAMPLES, EPOCHS = 45, 3
 class Augmented(Dataset[dict[str, torch.Tensor]]):
     """Draws from all generators for each sample."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index):
         noise = [random.random(), float(np.random.rand()), float(torch.rand(()))]
         return {"x": torch.tensor([float(index), *noise]) / SAMPLES, "labels": torch.tensor([index / SAMPLES])}
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 1))
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x, labels):
         found = self.layers(x)
         return {"loss": nn.functional.mse_loss(found, labels), "logits": found}
 
@@ -53,8 +51,8 @@ class Net(nn.Module):
 class ResumableTrainer(CkptmanTrainerMixin, Trainer):
     """Notes each loss, by the step that it belongs to."""
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
         with open(Path(self.checkpointer.root, f"log-{self.args.process_index}"), "a") as log:
             print(f"{self.state.global_step}/{self._loader.batch}: {loss.item().hex()}", file=log, flush=True)
         return loss
@@ -65,19 +63,19 @@ class Dies(TrainerCallback):
 
     trainer: ResumableTrainer
 
-    def __init__(self, steps: int, signum: int) -> None:
+    def __init__(self, steps, signum):
         self.steps, self.signum = steps, signum
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args, state, control, **_):
         self.at = state.global_step + self.steps
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, args, state, control, **_):
         if state.global_step == self.at:
             self.trainer.checkpointer.wait()  # so that the run gets on
             os.kill(os.getpid(), self.signum)
 
 
-def train(root: str, workers: int, die_after: int | None, signum: int) -> tuple[str, list[dict[str, Any]]]:
+def train(root, workers, die_after, signum):
     """Train, and return a digest of the parameters and the log."""
     warnings.simplefilter("default")
     os.environ["MASTER_ADDR"] = "localhost"  # Accelerate asks for it, and the ranks have met already
@@ -89,20 +87,11 @@ def train(root: str, workers: int, die_after: int | None, signum: int) -> tuple[
     return digest(trainer), told(trainer)
 
 
-def trainer_of(
-    root: str | Path,
-    kind: type[Any] = ResumableTrainer,
-    *,
-    model: nn.Module | None = None,
-    data: Dataset[Any] | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
-    more: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> Any:
+def trainer_of(root, kind=ResumableTrainer, *, model=None, data=None, callbacks=(), more=None, **settings):
     """Make a Trainer. `more`: arguments of the Checkpointer."""
     for seed_all in (torch.manual_seed, random.seed, np.random.seed):
         seed_all(0)
-    defaults: dict[str, Any] = {
+    defaults = {
         "num_train_epochs": EPOCHS,
         "per_device_train_batch_size": 3,
         "learning_rate": 0.01,
@@ -129,11 +118,11 @@ def trainer_of(
     return trainer
 
 
-def digest(trainer: Any) -> str:
+def digest(trainer):
     return xxh3_128_hexdigest(b"".join(each.detach().numpy().tobytes() for each in trainer.model.parameters()))
 
 
-def told(trainer: Any) -> list[dict[str, Any]]:
+def told(trainer):
     """What was logged, but for times and for what was logged at the end."""
     times = ("_per_second", "_runtime")
     return [
@@ -143,12 +132,12 @@ def told(trainer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def computed(root: Path, rank: int) -> dict[str, str]:
+def computed(root, rank):
     """The loss of each batch; of one that was computed again after a kill, the last time."""
     return dict(line.split(": ", 1) for line in (root / f"log-{rank}").read_text().splitlines())
 
 
-def check(tmp_path: Path, world_size: int, workers: int, kills: int, rng: random.Random) -> int:
+def check(tmp_path, world_size, workers, kills, rng):
     """Compare a run that is killed so often, or until it is finished, with a whole one. Returns how often it was."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(parents=True)
@@ -171,20 +160,20 @@ def check(tmp_path: Path, world_size: int, workers: int, kills: int, rng: random
 
 
 @pytest.fixture
-def rng() -> random.Random:
+def rng():
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     return random.Random(seed)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_killed_twice(tmp_path: Path, workers: int, rng: random.Random) -> None:
+def test_killed_twice(tmp_path, workers, rng):
     check(tmp_path, 1, workers, 2, rng)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_two_ranks_killed_twice(tmp_path: Path, workers: int, rng: random.Random) -> None:
+def test_two_ranks_killed_twice(tmp_path, workers, rng):
     check(tmp_path, 2, workers, 2, rng)
 
 
@@ -192,7 +181,7 @@ def test_two_ranks_killed_twice(tmp_path: Path, workers: int, rng: random.Random
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_killed_twenty_times(tmp_path: Path, world_size: int, workers: int, rng: random.Random) -> None:
+def test_killed_twenty_times(tmp_path, world_size, workers, rng):
     killed = 0
     while killed < 20:  # in several runs: one is finished before
         killed += check(tmp_path / str(killed), world_size, workers, 20 - killed, rng)
@@ -201,43 +190,43 @@ def test_killed_twenty_times(tmp_path: Path, world_size: int, workers: int, rng:
 class Plain(Dataset[dict[str, torch.Tensor]]):
     """The samples of `Augmented`, without noise."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index):
         return {"x": torch.arange(4.0) * index / SAMPLES, "labels": torch.tensor([index / SAMPLES])}
 
 
 class Halts(TrainerCallback):
     """Ends the training after a step, as early stopping does."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step):
         self.step = step
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args, state, control, **_):
         control.should_training_stop |= state.global_step == self.step
 
 
 class Interrupts(TrainerCallback):
     """Asks the process to stop after a step."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step):
         self.step = step
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args, state, control, **_):
         if state.global_step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def steps_in(root: Path) -> list[int]:
+def steps_in(root):
     return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
 
 
-def checkpoint(root: Path, step: int) -> Path:
+def checkpoint(root, step):
     return root / f"step-{step:010}"
 
 
-def test_it_computes_what_the_trainer_computes(tmp_path: Path) -> None:
+def test_it_computes_what_the_trainer_computes(tmp_path):
     found = []
     for kind in (Trainer, ResumableTrainer):
         trainer = trainer_of(tmp_path / kind.__name__, kind, data=Plain(), save_strategy="no")
@@ -247,7 +236,7 @@ def test_it_computes_what_the_trainer_computes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [4, 15, 17, 45])
-def test_a_signal_in_and_between_epochs(tmp_path: Path, at: int) -> None:
+def test_a_signal_in_and_between_epochs(tmp_path, at):
     whole = trainer_of(tmp_path / "whole", eval_strategy="steps", eval_steps=4)
     whole.train()
     cut = trainer_of(tmp_path / "cut", eval_strategy="steps", eval_steps=4, callbacks=[Interrupts(at)])
@@ -260,7 +249,7 @@ def test_a_signal_in_and_between_epochs(tmp_path: Path, at: int) -> None:
     assert digest(again) == digest(whole)
 
 
-def test_steps_limit_and_best_are_those_of_the_arguments(tmp_path: Path) -> None:
+def test_steps_limit_and_best_are_those_of_the_arguments(tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "save_total_limit": 3}
     trainer = trainer_of(tmp_path, load_best_model_at_end=True, learning_rate=0.2, **settings)
     trainer.train()
@@ -287,13 +276,13 @@ def test_steps_limit_and_best_are_those_of_the_arguments(tmp_path: Path) -> None
         ({"save_steps": 9, "save_total_limit": 2}, {}, [36, 45]),
     ],
 )
-def test_when_it_saves(tmp_path: Path, settings: dict[str, Any], more: dict[str, Any], expected: list[int]) -> None:
+def test_when_it_saves(tmp_path, settings, more, expected):
     trainer_of(tmp_path, more=more, **settings).train()
     assert steps_in(tmp_path) == expected
 
 
-def test_the_last_step_is_saved_also_where_steps_take_too_long_to_note(tmp_path: Path, monkeypatch: Any) -> None:
-    def record(_: Any, found: Recorded, __: Any) -> None:
+def test_the_last_step_is_saved_also_where_steps_take_too_long_to_note(tmp_path, monkeypatch):
+    def record(_, found, __):
         found.unknown = "it takes too long"
 
     monkeypatch.setattr(StepRecorder, "_record", record)
@@ -306,27 +295,27 @@ def test_the_last_step_is_saved_also_where_steps_take_too_long_to_note(tmp_path:
     assert checkpoint(tmp_path, 45).stat() == before
 
 
-def test_a_norm_of_gradients_is_no_metric_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_norm_of_gradients_is_no_metric_of_a_checkpoint(tmp_path):
     trainer_of(tmp_path, max_steps=3).train()
     metrics = json.loads((checkpoint(tmp_path, 3) / "manifest.json").read_text())["metrics"]
     assert "loss" in metrics
     assert "grad_norm" not in metrics
 
 
-def test_a_run_that_a_callback_ended_is_over(tmp_path: Path) -> None:
+def test_a_run_that_a_callback_ended_is_over(tmp_path):
     assert trainer_of(tmp_path, callbacks=[Halts(7)]).train().global_step == 7
     assert trainer_of(tmp_path).train().global_step == 7
     assert trainer_of(tmp_path).train(resume_from_checkpoint=True).global_step == 45
 
 
-def test_a_finished_run_goes_on_with_more_epochs(tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_with_more_epochs(tmp_path):
     trainer_of(tmp_path).train()
     assert trainer_of(tmp_path).train().global_step == 45
     assert trainer_of(tmp_path, num_train_epochs=4).train().global_step == 60
 
 
-def test_callbacks_get_their_state_back(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+def test_callbacks_get_their_state_back(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
     first = EarlyStoppingCallback(3, early_stopping_threshold=1.0)
     trainer_of(tmp_path, callbacks=[first, Interrupts(5)], **settings).train()
     assert first.early_stopping_patience_counter == 2
@@ -334,7 +323,7 @@ def test_callbacks_get_their_state_back(tmp_path: Path) -> None:
     assert trainer_of(tmp_path, callbacks=[second], **settings).train().global_step == 8
 
 
-def test_other_checkpoints_and_folders_are_refused(tmp_path: Path) -> None:
+def test_other_checkpoints_and_folders_are_refused(tmp_path):
     bare = Net()
     state = {"model": bare, "optimizer": torch.optim.AdamW(bare.parameters())}
     with ckptman.Checkpointer(tmp_path / "bare", state, deadline=None) as checkpointer:
@@ -348,12 +337,12 @@ def test_other_checkpoints_and_folders_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"rot": "x"}, "runs/first"])
-def test_settings_without_a_root_are_refused(settings: Any) -> None:
+def test_settings_without_a_root_are_refused(settings):
     with pytest.raises(ckptman.ConfigError, match=r'dict\(root="runs/first", \.\.\.\)'):
         ResumableTrainer(Net(), checkpointer=settings)
 
 
-def test_unknown_settings_are_refused(tmp_path: Path) -> None:
+def test_unknown_settings_are_refused(tmp_path):
     with pytest.raises(ckptman.ConfigError, match="has save_every, which no Checkpointer takes"):
         trainer_of(tmp_path, more={"save_every": 3})
     with pytest.raises(ckptman.ConfigError, match="the state of the Trainer has model"):
@@ -361,26 +350,26 @@ def test_unknown_settings_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["auto_find_batch_size", "save_only_model", "enable_jit_checkpoint"])
-def test_what_cannot_be_resumed_is_refused(tmp_path: Path, name: str) -> None:
+def test_what_cannot_be_resumed_is_refused(tmp_path, name):
     with pytest.raises(ckptman.ConfigError, match=f"{name}.*Remedy"):
         trainer_of(tmp_path, **{name: True})
 
 
-def test_a_loader_without_a_position_is_refused(tmp_path: Path) -> None:
+def test_a_loader_without_a_position_is_refused(tmp_path):
     class Own(ResumableTrainer):
-        def get_train_dataloader(self) -> Any:
+        def get_train_dataloader(self):
             return DataLoader(self.train_dataset, 3)
 
     with pytest.raises(ckptman.ConfigError, match=r"Own returned a DataLoader.*ckptman\.ResumableLoader"):
         trainer_of(tmp_path, Own).train()
 
 
-def test_an_iterable_dataset_without_a_length(tmp_path: Path) -> None:
+def test_an_iterable_dataset_without_a_length(tmp_path):
     class Endless(IterableDataset[dict[str, torch.Tensor]]):
-        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        def __iter__(self):
             return iter([Plain()[index] for index in range(SAMPLES)])
 
-    settings: dict[str, Any] = {"max_steps": 35, "eval_strategy": "no"}
+    settings = {"max_steps": 35, "eval_strategy": "no"}
     whole = trainer_of(tmp_path / "whole", data=Endless(), **settings)
     whole.train()
     for at in (8, 15, 99):
@@ -390,13 +379,13 @@ def test_an_iterable_dataset_without_a_length(tmp_path: Path) -> None:
     assert digest(cut) == digest(whole)
 
 
-def adapted() -> Any:
+def adapted():
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     return peft.get_peft_model(Net(), peft.LoraConfig(r=2, target_modules=["layers.0", "layers.3"], lora_dropout=0.2))
 
 
-def test_of_adapters_only_what_is_trained_is_saved(tmp_path: Path) -> None:
+def test_of_adapters_only_what_is_trained_is_saved(tmp_path):
     whole = trainer_of(tmp_path / "whole", model=adapted())
     whole.train()
     trainer_of(tmp_path / "cut", model=adapted(), callbacks=[Interrupts(20)]).train()
@@ -411,18 +400,18 @@ def test_of_adapters_only_what_is_trained_is_saved(tmp_path: Path) -> None:
 
 
 class ElasticTrainer(ResumableTrainer):
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self):
         sampler = ckptman.ElasticSampler(SAMPLES, seed=1)
         return ckptman.ResumableLoader(DataLoader(self.train_dataset, 3, sampler=sampler))
 
-    def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+    def training_step(self, model, inputs, *args):
         told = " ".join(str(round(each.item() * SAMPLES)) for each in inputs["labels"])
         with open(Path(self.checkpointer.root, f"seen-{self.args.process_index}"), "a") as seen:
             print(self._loader.epoch, told, file=seen)
         return super().training_step(model, inputs, *args)
 
 
-def elastic(root: str, accumulated: int, stop: int) -> int:
+def elastic(root, accumulated, stop):
     warnings.simplefilter("default")
     os.environ["MASTER_ADDR"] = "localhost"
     trainer = trainer_of(
@@ -432,7 +421,7 @@ def elastic(root: str, accumulated: int, stop: int) -> int:
 
 
 @pytest.mark.slow
-def test_each_sample_once_on_two_ranks_one_and_two(tmp_path: Path) -> None:
+def test_each_sample_once_on_two_ranks_one_and_two(tmp_path):
     assert run_ranks(2, elastic, str(tmp_path), 1, 4) in ([4, 4], [5, 5])
     assert run_ranks(1, elastic, str(tmp_path), 2, 11) in ([11], [12])
     steps = run_ranks(2, elastic, str(tmp_path), 1, 99)
@@ -447,7 +436,7 @@ def test_each_sample_once_on_two_ranks_one_and_two(tmp_path: Path) -> None:
 class FullyShardedTrainer(ResumableTrainer):
     """Shards by FSDP2 as Accelerate does on GPUs: on a CPU it does not offer that."""
 
-    def create_accelerator_and_postprocess(self) -> None:
+    def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
         self.accelerator.state.distributed_type = DistributedType.FSDP
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
@@ -455,10 +444,10 @@ class FullyShardedTrainer(ResumableTrainer):
         self.is_fsdp_enabled = True
 
 
-def sharded(root: str, stop: int) -> tuple[str, list[dict[str, Any]], int]:
+def sharded(root, stop):
     warnings.simplefilter("default")
     os.environ["MASTER_ADDR"] = "localhost"
-    settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4}
+    settings = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4}
     trainer = trainer_of(
         root, FullyShardedTrainer, callbacks=[Interrupts(stop)], load_best_model_at_end=True, **settings
     )
@@ -468,7 +457,7 @@ def sharded(root: str, stop: int) -> tuple[str, list[dict[str, Any]], int]:
 
 
 @pytest.mark.slow
-def test_sharded_by_fsdp2(tmp_path: Path) -> None:
+def test_sharded_by_fsdp2(tmp_path):
     whole = run_ranks(2, sharded, str(tmp_path / "whole"), 99)
     assert [code for _, _, code in run_ranks(2, sharded, str(tmp_path / "cut"), 11)] == [75, 75]
     assert run_ranks(2, sharded, str(tmp_path / "cut"), 99) == whole
@@ -477,10 +466,10 @@ def test_sharded_by_fsdp2(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_killed_and_started_again(tmp_path: Path) -> None:
+def test_the_example_killed_and_started_again(tmp_path):
     script = Path(__file__).parents[2] / "examples" / "huggingface_trainer.py"
 
-    def run(root: str, die_at: int) -> int:
+    def run(root, die_at):
         env = {**os.environ, "DIE_AT": str(die_at), "PYTHONPATH": str(script.parents[1])}
         return int(forkserver.run(script, root, env=env, cwd=tmp_path, timeout=110).returncode)
 

@@ -8,10 +8,8 @@ import os
 import random
 import signal
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from xxhash import xxh3_128_hexdigest
 
 import ckptman
-from ckptman.state.step_record import Recorded, StepRecorder
+from ckptman.state.step_record import StepRecorder
 from tests.helpers.ranks import run_ranks, start_ranks
 
 SAMPLES, EPOCHS, ACCUMULATED = 47, 3, 2
@@ -41,10 +39,10 @@ pytestmark = pytest.mark.filterwarnings(
 class Noisy(Dataset[torch.Tensor]):
     """Draws for each sample, and tells which one it is in the first number."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         return torch.tensor([float(index), random.random(), float(torch.rand(())), index / SAMPLES])
 
 
@@ -58,7 +56,7 @@ class Plan:
     """What was computed for each batch."""
     batches: int = 0
 
-    def batch(self, key: str, told: str) -> None:
+    def batch(self, key, told):
         self.computed[key] = told
         self.batches += 1
         if self.batches == self.at:
@@ -68,26 +66,26 @@ class Plan:
                 raise self.how(key)
 
 
-class Model(pl.LightningModule):  # type: ignore[misc,name-defined]
+class Model(pl.LightningModule):
     """Dropout, a schedule by step and one that looks at what validation found."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan):
         super().__init__()
         self.plan = plan
         self.layers = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         samples = torch.cat(list(batch.values())) if isinstance(batch, dict) else batch
-        loss: torch.Tensor = self.layers(samples).square().mean()
+        loss = self.layers(samples).square().mean()
         told = f"{loss.item().hex()} {samples[:, 0].int().tolist()} {self.trainer.global_step}"
         self.plan.batch(f"{self.current_epoch}/{batch_idx}", told)
         self.log("loss", loss)
         return loss
 
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.layers(batch).square().mean(), sync_dist=True)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
         by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -97,7 +95,7 @@ class Model(pl.LightningModule):  # type: ignore[misc,name-defined]
 class Unnormed(Model):
     """Takes batches of one sample, too."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan):
         super().__init__(plan)
         self.layers[1] = nn.Identity()
 
@@ -105,11 +103,11 @@ class Unnormed(Model):
 class Adversarial(Model):
     """Two optimizers by hand, one of them at every second batch."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan):
         super().__init__(plan)
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         for number, optimizer in enumerate(self.optimizers()):
             if number and batch_idx % 2:
                 continue
@@ -119,29 +117,29 @@ class Adversarial(Model):
             optimizer.step()
         self.plan.batch(f"{self.current_epoch}/{batch_idx}", f"{loss.item().hex()} {self.trainer.global_step}")
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return [torch.optim.AdamW(self.layers[0].parameters(), 0.01), torch.optim.SGD(self.layers[3].parameters(), 0.1)]
 
 
-class Counting(pl.LightningDataModule):  # type: ignore[misc,name-defined]
+class Counting(pl.LightningDataModule):
     """Counts what it transferred, and saves that."""
 
     seen = 0
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return {"a": DataLoader(Noisy(), 3, shuffle=True), "b": DataLoader(Noisy(), 8, shuffle=True)}
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         return validation()
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch, dataloader_idx):
         self.seen += 1
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"seen": self.seen}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.seen = state["seen"]
 
 
@@ -150,35 +148,27 @@ class Hooked(Model):
 
     losses: float = 0.0
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.losses += loss.item()
         return loss
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint):
         checkpoint["losses"] = torch.tensor(self.losses, dtype=torch.float64)
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint):
         self.losses = checkpoint["losses"].item()
 
 
-def validation() -> DataLoader[Any]:
+def validation():
     return DataLoader(torch.rand(8, 4, generator=torch.Generator().manual_seed(3)), 4)
 
 
-def plain_loader() -> Any:
+def plain_loader():
     return DataLoader(Noisy(), 3, shuffle=True)
 
 
-def fit(
-    root: Path | str,
-    plan: Plan | None = None,
-    model: type[Model] = Model,
-    data: Any = None,
-    callback: dict[str, Any] | None = None,
-    ckpt_path: str | None = None,
-    **options: Any,
-) -> tuple[Any, CkptmanCallback]:
+def fit(root, plan=None, model=Model, data=None, callback=None, ckpt_path=None, **options):
     """One attempt of a run; returns the trainer, and the callback."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -187,7 +177,7 @@ def fit(
     torch.manual_seed(100 + rank)
     random.seed(rank)
     saves = CkptmanCallback(root, **{"save_policy": ckptman.EverySteps(2) | ckptman.OnStop(), **(callback or {})})
-    defaults: dict[str, Any] = {
+    defaults = {
         "max_epochs": EPOCHS,
         "val_check_interval": 0.5,
         "accumulate_grad_batches": ACCUMULATED,
@@ -208,7 +198,7 @@ def fit(
     return trainer, saves
 
 
-def digest(trainer: Any) -> str:
+def digest(trainer):
     """Of all tensors of the model and its optimizers, and the learning rates."""
     tensors = [*trainer.lightning_module.state_dict().values()]
     for optimizer in trainer.optimizers:
@@ -219,7 +209,7 @@ def digest(trainer: Any) -> str:
 
 
 @pytest.fixture
-def rng() -> random.Random:
+def rng():
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     return random.Random(seed)
@@ -228,13 +218,13 @@ def rng() -> random.Random:
 # ---- in one process: signals and errors ------------------------------------------------------------------------------
 
 
-def ends_alike(tmp_path: Path, ends: list[Plan], **how: Any) -> tuple[Any, Any]:
+def ends_alike(tmp_path, ends, **how):
     """Check that a run with these ends computes what the whole one does; returns both trainers."""
     make = how.pop("make", dict)
     whole = Plan()
     trainer, saves = fit(tmp_path / "whole", whole, **how, **make())
     assert saves.exit_code == 0
-    computed: dict[str, str] = {}
+    computed = {}
     for end in [*ends, Plan()]:
         with contextlib.suppress(ArithmeticError):
             again, saves = fit(tmp_path / "cut", end, **how, **make())
@@ -245,7 +235,7 @@ def ends_alike(tmp_path: Path, ends: list[Plan], **how: Any) -> tuple[Any, Any]:
     return trainer, again
 
 
-def test_stopped_and_failed_anywhere(tmp_path: Path, rng: random.Random) -> None:
+def test_stopped_and_failed_anywhere(tmp_path, rng):
     handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     ends = [Plan(rng.randint(3, 12)), Plan(rng.randint(1, 12), ArithmeticError), Plan(rng.randint(1, 12))]
     ends_alike(tmp_path, ends)
@@ -254,28 +244,28 @@ def test_stopped_and_failed_anywhere(tmp_path: Path, rng: random.Random) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [15, 16, 17])
-def test_stopped_about_the_end_of_an_epoch(tmp_path: Path, batch: int) -> None:
+def test_stopped_about_the_end_of_an_epoch(tmp_path, batch):
     ends_alike(tmp_path, [Plan(batch), Plan(1), Plan(15)])
 
 
 @pytest.mark.slow
-def test_two_optimizers_by_hand(tmp_path: Path, rng: random.Random) -> None:
+def test_two_optimizers_by_hand(tmp_path, rng):
     ends = [Plan(rng.randint(1, 20)), Plan(rng.randint(1, 20), ArithmeticError)]
     ends_alike(tmp_path, ends, model=Adversarial, accumulate_grad_batches=1)
 
 
 @pytest.mark.slow
-def test_a_datamodule_and_two_loaders(tmp_path: Path, rng: random.Random) -> None:
+def test_a_datamodule_and_two_loaders(tmp_path, rng):
     ends = [Plan(rng.randint(1, 20)), Plan(rng.randint(1, 20))]
     whole, cut = ends_alike(tmp_path, ends, make=lambda: {"data": Counting()})
     assert cut.datamodule.seen == whole.datamodule.seen
 
 
 @pytest.mark.slow
-def test_hooks_and_averaged_weights(tmp_path: Path, rng: random.Random) -> None:
+def test_hooks_and_averaged_weights(tmp_path, rng):
     from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
 
-    def make() -> dict[str, Any]:
+    def make():
         return {"callbacks": [EarlyStopping("val_loss", patience=9), WeightAveraging()]}
 
     # Not at the very last step: a fit() that has nothing to train calls no on_train_end, which puts averages in place.
@@ -292,9 +282,9 @@ def test_hooks_and_averaged_weights(tmp_path: Path, rng: random.Random) -> None:
     [({"max_steps": 5}, {"max_steps": 13}), ({"max_epochs": 1}, {"max_epochs": 2})],
 )
 def test_a_run_that_is_finished_trains_no_more_unless_it_is_made_longer(
-    tmp_path: Path, shorter: dict[str, Any], longer: dict[str, Any], is_noted: bool, monkeypatch: Any
-) -> None:
-    def record(_: Any, found: Recorded, __: Any) -> None:
+    tmp_path, shorter, longer, is_noted, monkeypatch
+):
+    def record(_, found, __):
         found.unknown = "it takes too long"
 
     if not is_noted:
@@ -311,13 +301,13 @@ def test_a_run_that_is_finished_trains_no_more_unless_it_is_made_longer(
 
 
 @pytest.mark.slow
-def test_epochs_that_are_cut_short_and_loaders_that_are_made_anew(tmp_path: Path, rng: random.Random) -> None:
+def test_epochs_that_are_cut_short_and_loaders_that_are_made_anew(tmp_path, rng):
     ends = [Plan(rng.randint(3, 12)), Plan(rng.randint(1, 12))]
     ends_alike(tmp_path, ends, limit_train_batches=10, reload_dataloaders_every_n_epochs=1)
 
 
 @pytest.mark.slow
-def test_a_metric_of_validation_belongs_to_one_step(tmp_path: Path) -> None:
+def test_a_metric_of_validation_belongs_to_one_step(tmp_path):
     for plan in (Plan(17), Plan()):
         policy = {"save_policy": ckptman.EverySteps(4)}
         fit(tmp_path, plan, callback=policy, accumulate_grad_batches=1, val_check_interval=1.0)
@@ -329,7 +319,7 @@ def test_a_metric_of_validation_belongs_to_one_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_best_by_a_metric_are_kept(tmp_path: Path) -> None:
+def test_the_best_by_a_metric_are_kept(tmp_path):
     fit(tmp_path / "run", callback={"monitor": "val_loss", "save_top_k": 2})
     found = {int(each.name[5:]) for each in (tmp_path / "run").glob("step-*")}
     assert 2 <= len(found) <= 3
@@ -341,7 +331,7 @@ def test_the_best_by_a_metric_are_kept(tmp_path: Path) -> None:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def test_other_programs_load_the_model_by_its_bare_names(tmp_path: Path) -> None:
+def test_other_programs_load_the_model_by_its_bare_names(tmp_path):
     trainer, _ = fit(tmp_path / "run", max_steps=4)
     other = Model(Plan())
     ckptman.load({"model": other}, tmp_path / "run/step-0000000004")
@@ -352,12 +342,12 @@ def test_other_programs_load_the_model_by_its_bare_names(tmp_path: Path) -> None
 
 
 class Endless(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         while True:
             yield torch.ones(4)
 
 
-def test_bad_input_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_bad_input_is_refused_and_changes_nothing(tmp_path):
     from lightning.pytorch.callbacks import LearningRateFinder
 
     saved = str(tmp_path / "some.ckpt")
@@ -380,16 +370,16 @@ def test_bad_input_is_refused_and_changes_nothing(tmp_path: Path) -> None:
 class Foreign:
     """A trainer of another framework."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"global_step": 5}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.global_step = state["global_step"]
 
 
-def test_a_root_of_another_program_is_refused(tmp_path: Path) -> None:
+def test_a_root_of_another_program_is_refused(tmp_path):
     loader = ckptman.ResumableLoader(plain_loader())
-    state: dict[str, Any] = {"model": Model(Plan()), "data": loader, "rng": ckptman.RNGState()}
+    state = {"model": Model(Plan()), "data": loader, "rng": ckptman.RNGState()}
     state["optimizer"] = torch.optim.AdamW(state["model"].parameters())
     others = {f"lr_scheduler_{number}": Foreign() for number in range(2)}
     for name, more in (("bare", {}), ("hf", {**others, "trainer": Foreign()})):
@@ -412,17 +402,17 @@ def test_a_root_of_another_program_is_refused(tmp_path: Path) -> None:
 # ---- in processes that are killed ------------------------------------------------------------------------------------
 
 
-def train(root: str, kind: str, workers: int, plan: Plan | None) -> tuple[str, dict[str, str]]:
+def train(root, kind, workers, plan):
     """A run that is killed by its plan. What it computes is noted in a file, too, for those that are killed."""
     warnings.simplefilter("ignore")
-    loader: Any = DataLoader(Noisy(), 3, shuffle=True, num_workers=workers)
+    loader = DataLoader(Noisy(), 3, shuffle=True, num_workers=workers)
     if kind == "elastic":
         sampler = ckptman.ElasticSampler(SAMPLES, seed=5)
         loader = ckptman.ResumableLoader(DataLoader(Noisy(), 3, sampler=sampler, num_workers=workers))
     with open(Path(root, f"log-{dist.get_rank()}"), "a") as log:
 
         class Noted(Plan):
-            def batch(self, key: str, told: str) -> None:
+            def batch(self, key, told):
                 print(f"{key}: {told}", file=log, flush=True)
                 super().batch(key, told)
 
@@ -432,13 +422,13 @@ def train(root: str, kind: str, workers: int, plan: Plan | None) -> tuple[str, d
     return digest(trainer), noted.computed
 
 
-def computed(root: Path, rank: int) -> dict[str, str]:
+def computed(root, rank):
     """What the run computed for each batch; of one that was computed again after a kill, the last time."""
     lines = (root / f"log-{rank}").read_text().splitlines()
     return dict(line.split(": ", 1) for line in lines)
 
 
-def killed(root: Path, world_size: int, kind: str, workers: int, kills: list[int]) -> tuple[list[Any], int]:
+def killed(root, world_size, kind, workers, kills):
     """Run until it is finished, with kills on the way, each so many batches after its start. Returns also how many."""
     for number, at in enumerate(kills):
         with start_ranks(world_size, train, str(root), kind, workers, Plan(at)) as world:
@@ -447,7 +437,7 @@ def killed(root: Path, world_size: int, kind: str, workers: int, kills: list[int
     return run_ranks(world_size, train, str(root), kind, workers, None), len(kills)
 
 
-def check(tmp_path: Path, world_size: int, kind: str, workers: int, kills: list[int]) -> int:
+def check(tmp_path, world_size, kind, workers, kills):
     """Compare a run that is killed with a whole one. Returns how often it was, before it was finished."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(parents=True)
@@ -464,7 +454,7 @@ def check(tmp_path: Path, world_size: int, kind: str, workers: int, kills: list[
 @pytest.mark.parametrize(
     ("world_size", "kind", "workers"), [(1, "plain", 2), (1, "elastic", 0), (2, "plain", 0), (2, "elastic", 2)]
 )
-def test_killed_twice(tmp_path: Path, world_size: int, kind: str, workers: int, rng: random.Random) -> None:
+def test_killed_twice(tmp_path, world_size, kind, workers, rng):
     check(tmp_path, world_size, kind, workers, [rng.randint(4, 12) for _ in range(2)])
 
 
@@ -473,14 +463,14 @@ def test_killed_twice(tmp_path: Path, world_size: int, kind: str, workers: int, 
 @pytest.mark.parametrize("kind", ["plain", "elastic"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_killed_twenty_times(tmp_path: Path, world_size: int, kind: str, workers: int, rng: random.Random) -> None:
+def test_killed_twenty_times(tmp_path, world_size, kind, workers, rng):
     times = 0
     while times < 20:  # in several runs: one is finished before
         kills = [rng.randint(3, 8) for _ in range(20 - times)]
         times += check(tmp_path / str(times), world_size, kind, workers, kills)
 
 
-def one_epoch(root: str, at: int | None) -> list[int]:
+def one_epoch(root, at):
     """Go on with an epoch, up to a batch, and return the samples that this rank saw."""
     warnings.simplefilter("ignore")
     loader = ckptman.ResumableLoader(DataLoader(Noisy(), 2, sampler=ckptman.ElasticSampler(SAMPLES, seed=5)))
@@ -490,7 +480,7 @@ def one_epoch(root: str, at: int | None) -> list[int]:
 
 
 @pytest.mark.slow
-def test_each_sample_once_on_two_ranks_one_and_two(tmp_path: Path) -> None:
+def test_each_sample_once_on_two_ranks_one_and_two(tmp_path):
     parts = [run_ranks(2, one_epoch, str(tmp_path), 3), run_ranks(1, one_epoch, str(tmp_path), 4)]
     parts.append(run_ranks(2, one_epoch, str(tmp_path), None))
     seen = [sample for ranks in parts for rank in ranks for sample in rank]

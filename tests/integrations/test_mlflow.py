@@ -1,9 +1,5 @@
 """One run of MLflow over six attempts, with one value of the loss at each step, in a database without a server."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from ckptman.integrations.mlflow import MLflowTracker
@@ -13,17 +9,17 @@ mlflow = pytest.importorskip("mlflow")
 pytest.importorskip("sqlalchemy")
 
 
-def uri_of(root: Path) -> str:
+def uri_of(root):
     return f"sqlite:///{root.parent}/mlflow.db"
 
 
-def make(root: Path) -> list[MLflowTracker]:
+def make(root):
     return [MLflowTracker("tests", uri_of(root))]
 
 
 @pytest.mark.slow
 @pytest.mark.leaves("mlflow.db")
-def test_six_attempts_are_one_run_with_one_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_six_attempts_are_one_run_with_one_curve(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     client = mlflow.MlflowClient(uri_of(tmp_path / "run"))
     experiment = client.create_experiment("tests")

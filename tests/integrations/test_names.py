@@ -1,13 +1,9 @@
 """One model has the same names in a checkpoint, whatever a framework wraps it in: each loads what the others saved."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,40 +21,40 @@ Made = tuple[nn.Module, torch.optim.Optimizer]
 class Parts:
     """What the model is made of, as a plain module and as one of transformers."""
 
-    def build(self: Any) -> None:
+    def build(self):
         self.embed = nn.Embedding(8, 6)
         self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
         self.norm = nn.BatchNorm1d(6)
         self.module = nn.Linear(6, 1)  # the name that DDP has for what it wraps
 
-    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         found = self.embed(inputs)
         for layer in self.layers:
             found = torch.tanh(layer(found))
-        return self.module(self.norm(found))  # type: ignore[no-any-return]
+        return self.module(self.norm(found))
 
 
 class Plain(Parts, nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.build()
 
 
-def plain() -> Made:
+def plain():
     return optimized(Plain())
 
 
-def optimized(model: nn.Module) -> Made:
+def optimized(model):
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def pretrained() -> Made:
+def pretrained():
     transformers = pytest.importorskip("transformers")
 
-    class Pretrained(Parts, transformers.PreTrainedModel):  # type: ignore[misc,name-defined]
+    class Pretrained(Parts, transformers.PreTrainedModel):
         config_class = transformers.PretrainedConfig
 
-        def __init__(self, config: Any) -> None:
+        def __init__(self, config):
             super().__init__(config)
             self.build()
             self.post_init()
@@ -66,52 +62,52 @@ def pretrained() -> Made:
     return optimized(Pretrained(transformers.PretrainedConfig()))
 
 
-def compiled() -> Made:
-    return optimized(torch.compile(Plain(), backend="eager"))  # type: ignore[arg-type]
+def compiled():
+    return optimized(torch.compile(Plain(), backend="eager"))
 
 
-def layer_compiled() -> Made:
+def layer_compiled():
     model = Plain()
-    model.layers[0] = torch.compile(model.layers[0], backend="eager")  # type: ignore[assignment]
+    model.layers[0] = torch.compile(model.layers[0], backend="eager")
     return optimized(model)
 
 
-def ddp() -> Made:
+def ddp():
     return optimized(DistributedDataParallel(Plain()))
 
 
-def ddp_of_compiled() -> Made:
-    return optimized(DistributedDataParallel(torch.compile(Plain(), backend="eager")))  # type: ignore[arg-type]
+def ddp_of_compiled():
+    return optimized(DistributedDataParallel(torch.compile(Plain(), backend="eager")))
 
 
-def fsdp2() -> Made:
+def fsdp2():
     model = Plain()
     for each in (*model.layers, model):
         fully_shard(each)
     return optimized(model)
 
 
-def fabric() -> Made:
+def fabric():
     lightning = pytest.importorskip("lightning.fabric")
-    many: dict[str, Any] = {}
+    many = {}
     if dist.is_initialized():
         many = {"strategy": "ddp", "plugins": [lightning.plugins.environments.TorchElasticEnvironment()]}
     made = lightning.Fabric(accelerator="cpu", devices=dist.get_world_size() if many else 1, **many)
     made.launch()
-    model, optimizer = made.setup(*optimized(torch.compile(Plain(), backend="eager")))  # type: ignore[arg-type]
+    model, optimizer = made.setup(*optimized(torch.compile(Plain(), backend="eager")))
     return model, optimizer
 
 
-def accelerated() -> Made:
+def accelerated():
     accelerate = pytest.importorskip("accelerate")
-    return accelerate.Accelerator(cpu=True).prepare(*plain())  # type: ignore[no-any-return]
+    return accelerate.Accelerator(cpu=True).prepare(*plain())
 
 
-ALONE: list[Callable[[], Made]] = [plain, compiled, layer_compiled, pretrained, fabric, accelerated]
+ALONE = [plain, compiled, layer_compiled, pretrained, fabric, accelerated]
 RANKS = [plain, compiled, pretrained, fabric, accelerated, ddp, ddp_of_compiled, fsdp2]
 
 
-def state_of(kind: Callable[[], Made], seed: int) -> dict[str, Any]:
+def state_of(kind, seed):
     """Return a model and its optimizer after a step."""
     torch.manual_seed(seed)
     model, optimizer = kind()
@@ -121,7 +117,7 @@ def state_of(kind: Callable[[], Made], seed: int) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def restored(root: Path, kind: Callable[[], Made], path: Path) -> None:
+def restored(root, kind, path):
     """Restore what another kind has saved, strictly, and save it again beside it."""
     state = state_of(kind, seed=9)
     with ckptman.Checkpointer(root / "run", state) as checkpointer:
@@ -129,7 +125,7 @@ def restored(root: Path, kind: Callable[[], Made], path: Path) -> None:
     ckptman.save(state, root / "again")
 
 
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+def tensors_of(path):
     """Return all tensors of a checkpoint, by their names."""
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -140,14 +136,14 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def refuse_difference(saver: Any, loader: Any, path: Path, again: Path) -> None:
+def refuse_difference(saver, loader, path, again):
     first, second = tensors_of(path), tensors_of(again)
     assert first.keys() == second.keys(), (saver.__name__, loader.__name__)
     assert all(torch.equal(each, second[name]) for name, each in first.items()), (saver.__name__, loader.__name__)
     assert {"model.module.weight", "model.norm.running_mean", "optimizer.state.module.weight.exp_avg"} <= first.keys()
 
 
-def exchange_all(kinds: list[Callable[[], Made]], pairs: list[tuple[int, int]], root: Path) -> None:
+def exchange_all(kinds, pairs, root):
     for number, kind in enumerate(kinds):
         ckptman.save(state_of(kind, seed=number), root / f"{number}")
     for saver, loader in pairs:
@@ -157,12 +153,12 @@ def exchange_all(kinds: list[Callable[[], Made]], pairs: list[tuple[int, int]], 
 
 
 @pytest.mark.filterwarnings("ignore")  # what the frameworks warn of
-def test_each_loads_what_the_one_before_it_saved(tmp_path: Path) -> None:
+def test_each_loads_what_the_one_before_it_saved(tmp_path):
     pairs = [(number, (number + 1) % len(ALONE)) for number in range(len(ALONE))]
     exchange_all(ALONE, pairs, tmp_path)
 
 
-def _exchange_on_ranks(savers: list[int], root: str) -> None:
+def _exchange_on_ranks(savers, root):
     warnings.simplefilter("ignore")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # asked for, and not used
     exchange_all(RANKS, list(itertools.product(savers, range(len(RANKS)))), Path(root))
@@ -171,5 +167,5 @@ def _exchange_on_ranks(savers: list[int], root: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("savers", [[0, 1, 2, 3], [4, 5, 6, 7]], ids=["first", "second"])
-def test_each_loads_what_any_other_saved(savers: list[int], tmp_path: Path) -> None:
+def test_each_loads_what_any_other_saved(savers, tmp_path):
     run_ranks(2, _exchange_on_ranks, savers, str(tmp_path), limit=500)

@@ -1,10 +1,7 @@
 """The text file for Prometheus, read by the parser of its client."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,7 @@ parser = pytest.importorskip("prometheus_client.parser")
 ROOT = 'runs/"9b"\\new\nline'
 
 
-def samples(path: Path) -> dict[tuple[str, str], float]:
+def samples(path):
     """The samples of a file, by series and metric."""
     families = list(parser.text_string_to_metric_families(path.read_text()))
     assert all(each.documentation and each.type in ("gauge", "counter") for each in families)
@@ -26,13 +23,13 @@ def samples(path: Path) -> dict[tuple[str, str], float]:
     return {(each.name, each.labels.get("name", "")): each.value for each in found}
 
 
-def started(path: Path) -> PrometheusTextfile:
+def started(path):
     tracker = PrometheusTextfile(path)
     tracker.start(TrackedRun("a1", Path(ROOT), 3, 40, 8))
     return tracker
 
 
-def test_it_tells_how_a_run_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_tells_how_a_run_stands(tmp_path, monkeypatch):
     monkeypatch.setattr(prometheus, "WRITE_SECONDS", 0.0)
     path = tmp_path / "run.prom"
     tracker = started(path)
@@ -44,7 +41,7 @@ def test_it_tells_how_a_run_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("ckptman_stall_seconds_total", ""): 0,
     }
     tracker.log(41, {"loss": 0.25, 'a "b"\n': math.nan, "big": 1e300, "inf": -math.inf})
-    saved: dict[str, Any] = {"step": 41, "time": 1.7e9, "seconds": 2.5, "bytes": 4096, "stall_seconds": 1}
+    saved = {"step": 41, "time": 1.7e9, "seconds": 2.5, "bytes": 4096, "stall_seconds": 1}
     tracker.event("save_durable", saved)
     tracker.event("progress", {"step": 41, "stall_seconds": 1.25})
     found = samples(path)
@@ -58,7 +55,7 @@ def test_it_tells_how_a_run_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [each.name for each in path.parent.iterdir()] == ["run.prom"]
 
 
-def test_it_is_not_written_too_often(tmp_path: Path) -> None:
+def test_it_is_not_written_too_often(tmp_path):
     tracker = started(path := tmp_path / "run.prom")
     before = path.read_text()
     tracker.log(41, {"loss": 0.25})
@@ -67,12 +64,12 @@ def test_it_is_not_written_too_often(tmp_path: Path) -> None:
     assert samples(path)["ckptman_step", ""] == 41
 
 
-def test_a_name_that_is_not_read_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_is_not_read_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"end in \.prom"):
         PrometheusTextfile(tmp_path / "run.txt")
 
 
-def test_a_folder_that_is_not_there_is_refused_on_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_not_there_is_refused_on_rank_0(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match=r"is not a folder: .*or make it first"):
         PrometheusTextfile(tmp_path / "new" / "run.prom")

@@ -1,9 +1,6 @@
 """One curve of TensorBoard over six attempts, read by TensorBoard's own reader."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,12 +11,12 @@ from tests.helpers.tracked_run import six_attempts
 reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 
-def make(root: Path) -> list[TensorBoardTracker]:
+def make(root):
     return [TensorBoardTracker()]
 
 
 @pytest.mark.slow
-def test_six_attempts_are_one_curve(tmp_path: Path) -> None:
+def test_six_attempts_are_one_curve(tmp_path):
     counts = six_attempts(tmp_path, make)
     found = reader.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     found.Reload()
@@ -27,7 +24,7 @@ def test_six_attempts_are_one_curve(tmp_path: Path) -> None:
     assert len(found.Scalars("loss")) == len(counts), "one value of each step"
 
 
-def test_clocks_that_differ_too_much_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_clocks_that_differ_too_much_are_told_of(tmp_path, caplog):
     folder = tmp_path / "tensorboard"
     folder.mkdir()
     (folder / f"events.out.tfevents.{int(time.time()) + 3600}.node1.17.0").touch()

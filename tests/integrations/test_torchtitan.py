@@ -1,7 +1,5 @@
 """torchtitan's trainer goes on exactly, whatever ended it. torchtitan is not among what `make setup` installs."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -31,11 +29,11 @@ EXACT = ("model", "optimizer", "lr_scheduler", "train_state", "dataloader")
 class TitanRun:
     """Attempts of one run of the example, each on some ranks."""
 
-    def __init__(self, folder: Path, ranks: int = 1) -> None:
+    def __init__(self, folder, ranks=1):
         self.folder, self.ranks = folder, ranks
         folder.mkdir(exist_ok=True)
 
-    def start(self) -> list[subprocess.Popen[str]]:
+    def start(self):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -52,14 +50,14 @@ class TitanRun:
             for rank in range(self.ranks)
         ]
 
-    def end(self, processes: list[subprocess.Popen[str]], expected: int) -> None:
+    def end(self, processes, expected):
         outputs = [process.communicate(timeout=240)[0] for process in processes]
         assert [process.returncode for process in processes] == [expected] * self.ranks, outputs[0]
 
-    def finish(self) -> None:
+    def finish(self):
         self.end(self.start(), 0)
 
-    def interrupt(self, signum: signal.Signals, steps: int, expected: int) -> None:
+    def interrupt(self, signum, steps, expected):
         """Run until so many steps more have ended on all ranks, and send them a signal."""
         before = [len(self.recorded(rank)) for rank in range(self.ranks)]
         processes = self.start()
@@ -70,24 +68,24 @@ class TitanRun:
             process.send_signal(signum)
         self.end(processes, expected)
 
-    def losses(self, rank: int = 0) -> dict[int, str]:
+    def losses(self, rank=0):
         """Return the loss of each step, as last recorded."""
         return {int(step): loss for step, loss in (line.split() for line in self.recorded(rank))}
 
-    def recorded(self, rank: int) -> list[str]:
+    def recorded(self, rank):
         """Return a line for each step that a rank made, of all attempts."""
         path = self.folder / f"losses-{rank}"
         return path.read_text().splitlines() if path.exists() else []
 
     @property
-    def last(self) -> Path:
+    def last(self):
         return self.folder / "checkpoint" / f"step-{STEPS:010}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_was_killed_and_stopped_is_the_run_that_nobody_stopped(tmp_path: Path, ranks: int) -> None:
+def test_a_run_that_was_killed_and_stopped_is_the_run_that_nobody_stopped(tmp_path, ranks):
     whole, run = TitanRun(tmp_path / "whole", ranks), TitanRun(tmp_path / "run", ranks)
     whole.finish()
     run.interrupt(signal.SIGKILL, 7, -signal.SIGKILL)
@@ -99,7 +97,7 @@ def test_a_run_that_was_killed_and_stopped_is_the_run_that_nobody_stopped(tmp_pa
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_runs_that_were_ended_twenty_times_between_them(tmp_path: Path, ranks: int) -> None:
+def test_runs_that_were_ended_twenty_times_between_them(tmp_path, ranks):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)
@@ -114,7 +112,7 @@ def test_runs_that_were_ended_twenty_times_between_them(tmp_path: Path, ranks: i
         check(run, whole)
 
 
-def check(run: TitanRun, whole: TitanRun) -> None:
+def check(run, whole):
     assert run.losses() == whole.losses()
     assert sorted(run.losses()) == list(range(1, STEPS + 1))
     assert main(["diff", str(whole.last), str(run.last), *(f"--only={name}.*" for name in EXACT)]) == 0
@@ -128,6 +126,6 @@ def check(run: TitanRun, whole: TitanRun) -> None:
         {"initial_load_in_hf": True},
     ],
 )
-def test_settings_that_have_no_place_are_refused_with_the_reason(setting: dict[str, object]) -> None:
+def test_settings_that_have_no_place_are_refused_with_the_reason(setting):
     with pytest.raises(ConfigError, match="is not for CkptmanCheckpointManager: "):
         CkptmanCheckpointManager.Config(**setting)

@@ -1,27 +1,22 @@
 """One run of Weights & Biases over six attempts, read by W&B's own reader; and what an upload of it gets."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ckptman.integrations.wandb import WandbTracker
 from ckptman.runtime.tracker import TrackedRun
-from tests.helpers.fake_wandb import Server, serving
+from tests.helpers.fake_wandb import serving
 from tests.helpers.tracked_run import settle, six_attempts
 
 wandb = pytest.importorskip("wandb")
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _alone(monkeypatch):
     for name in ("WANDB_MODE", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
@@ -29,11 +24,11 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
-def make(root: Path) -> list[WandbTracker]:
+def make(root):
     return [WandbTracker(project="tests")]
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
+def records(folder):
     """What W&B's own reader finds in the folder of an attempt."""
     [file] = folder.glob("*.wandb")
     core = [wandb.util.get_core_path(), "leet", "inspect", "--no-observability"]
@@ -43,13 +38,13 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.stdout.splitlines()]
 
 
-def of_kind(found: list[dict[str, Any]], kind: str) -> Iterator[dict[str, Any]]:
+def of_kind(found, kind):
     return (each[kind] for each in found if each["type"] == kind)
 
 
 @pytest.mark.slow
 @pytest.mark.leaves("wandb", "ServiceFinalizer")
-def test_six_attempts_are_one_run_with_one_curve(tmp_path: Path) -> None:
+def test_six_attempts_are_one_run_with_one_curve(tmp_path):
     root = tmp_path / "run"
     counts = six_attempts(root, make)
     folders = sorted((root / "wandb").glob("offline-run-*"))
@@ -68,7 +63,7 @@ def test_six_attempts_are_one_run_with_one_curve(tmp_path: Path) -> None:
         assert len(history) == len(counts), "nothing is uploaded twice"
 
 
-def sync(server: Server, folder: Path) -> None:
+def sync(server, folder):
     """Upload as a user does, to a server that keeps what it gets."""
     own = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40, "HOME": str(folder.parent)}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | own
@@ -78,7 +73,7 @@ def sync(server: Server, folder: Path) -> None:
     assert output.returncode == 0, output.stderr
 
 
-def started(root: Path, step: int) -> WandbTracker:
+def started(root, step):
     (root / ".ckptman").mkdir(exist_ok=True)
     tracker = WandbTracker(project="tests", settings={"silent": True, "console": "off"})
     tracker.start(TrackedRun("run", root, 1, step, 1))
@@ -87,7 +82,7 @@ def started(root: Path, step: int) -> WandbTracker:
 
 
 @pytest.mark.slow
-def test_what_was_uploaded_stays_after_a_rollback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_uploaded_stays_after_a_rollback(tmp_path, caplog):
     tracker = started(tmp_path, 0)
     for step in (1, 2, 3, 4):
         tracker.log(step, {"loss": 1.0})

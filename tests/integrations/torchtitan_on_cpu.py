@@ -5,12 +5,9 @@ python torchtitan_on_cpu.py LOSSES SCRIPT ARGUMENT...
 The loss of each step is appended to the file LOSSES, exactly.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -34,7 +31,7 @@ from torchtitan.components import metrics  # noqa: E402  they keep what `utils` 
 from torchtitan.models.common import attention  # noqa: E402
 
 
-def causal_attention(q: Any, k: Any, v: Any, *, scale: Any, enable_gqa: bool, **_: Any) -> tuple[Any, Any]:
+def causal_attention(q, k, v, *, scale, enable_gqa, **_):
     """Stand in for flex attention, which has no backward pass on a CPU. Documents are as long as sequences."""
     made = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
     return made, SimpleNamespace(lse=None)
@@ -44,14 +41,14 @@ if __name__ == "__main__":
     losses, script = sys.argv[1:3]
     log = metrics.MetricsProcessor.log
 
-    def record(self: Any, step: int, loss: float, *arguments: Any, **named: Any) -> None:
+    def record(self, step, loss, *arguments, **named):
         with open(losses, "a") as file:
             file.write(f"{step} {loss.hex()}\n")
         log(self, step, loss, *arguments, **named)
 
     set_factor = FSDPModule.set_gradient_divide_factor
 
-    def set_factor_and_sum(self: Any, factor: float) -> None:
+    def set_factor_and_sum(self, factor):
         set_factor(self, factor)
         self.set_force_sum_reduction_for_comms(True)  # gloo sums, and does not multiply
 

@@ -1,7 +1,5 @@
 """The default level of `verify`: all damage of every kind is found, with the blocks and the tensors it touches."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -23,10 +20,10 @@ from ckptman.catalog.catalog import Entry
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, step_folder
 from ckptman.integrity.damage_report import runs_of
-from ckptman.integrity.folder_check import FileReport, check_coverage, check_sizes, verify_folder
+from ckptman.integrity.folder_check import check_coverage, check_sizes, verify_folder
 from ckptman.io import file_reader, file_scan
 from ckptman.io.checksums import BLOCK_BYTES, digest_file
-from ckptman.io.file_scan import Scanned, default_threads, scan
+from ckptman.io.file_scan import default_threads, scan
 from ckptman.io.threads import STRIDE_BYTES, THREADS_ENV
 from tests.helpers.checkpoints import QuickDisk, blocks_of, index_files
 from tests.helpers.faulty_disk import manifest_of
@@ -36,12 +33,12 @@ TENSORS = {"large": 5 * BLOCK_BYTES // 4, "small": 256, "tail": BLOCK_BYTES // 4
 RANKS = 2
 
 
-def _save(root: Path, step: int = 100, seed: int = 0) -> Entry:
+def _save(root, step=100, seed=0):
     """A checkpoint of three tensors in two data files: large in blocks 0 to 4, small in 5, tail in 5 and 6."""
     place = LocalBackend(root, QuickDisk())
     root.mkdir(exist_ok=True)
     draft = Path(place.begin(step_folder(step), new_nonce()))
-    files: dict[str, bytes] = {METADATA: b"nothing that anybody should unpickle"}
+    files = {METADATA: b"nothing that anybody should unpickle"}
     parts = []
     generator = np.random.default_rng(seed)
     for rank in range(RANKS):
@@ -59,20 +56,20 @@ def _save(root: Path, step: int = 100, seed: int = 0) -> Entry:
     return place.commit(str(draft), manifest_of(root, step, files))
 
 
-def _flip(path: Path, *places: int) -> None:
+def _flip(path, *places):
     data = bytearray(path.read_bytes())
     for place in places:
         data[place] ^= 1
     path.write_bytes(data)
 
 
-def _verify(entry: Entry, **options: Any) -> FileReport:
+def _verify(entry, **options):
     return verify_folder(entry.path, entry.require_manifest(), **options)
 
 
-def test_what_is_good_is_good(tmp_path: Path) -> None:
+def test_what_is_good_is_good(tmp_path):
     entry = _save(tmp_path)
-    told: list[int] = []
+    told = []
     report = _verify(entry, done=told.append)
     assert report.good
     assert report.problems == report.unread == report.remarks == ()
@@ -82,7 +79,7 @@ def test_what_is_good_is_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
-def test_all_damage_of_all_files_is_found_at_once(threads: int, tmp_path: Path) -> None:
+def test_all_damage_of_all_files_is_found_at_once(threads, tmp_path):
     entry = _save(tmp_path)
     _flip(entry.path / "__0_0.distcp", 5, 2 * BLOCK_BYTES, 4 * BLOCK_BYTES - 1, 5 * BLOCK_BYTES + 7)
     _flip(entry.path / "__1_0.distcp", 6 * BLOCK_BYTES)
@@ -104,14 +101,14 @@ def test_all_damage_of_all_files_is_found_at_once(threads: int, tmp_path: Path) 
     assert third.holds is None
 
 
-def test_a_block_between_two_tensors_names_only_those_that_touch_it(tmp_path: Path) -> None:
+def test_a_block_between_two_tensors_names_only_those_that_touch_it(tmp_path):
     entry = _save(tmp_path)
     _flip(entry.path / "__1_0.distcp", 3 * BLOCK_BYTES)
     (found,) = _verify(entry).damage
     assert (found.file, found.blocks, found.holds) == ("__1_0.distcp", ((3, 3),), ("large",))
 
 
-def test_a_file_that_was_cut_short_says_what_of_it_is_left(tmp_path: Path) -> None:
+def test_a_file_that_was_cut_short_says_what_of_it_is_left(tmp_path):
     entry = _save(tmp_path)
     path = entry.path / "__0_0.distcp"
     size = path.stat().st_size
@@ -124,7 +121,7 @@ def test_a_file_that_was_cut_short_says_what_of_it_is_left(tmp_path: Path) -> No
     assert found.blocks == ((0, 6),)
 
 
-def test_a_file_that_grew_may_still_hold_all_that_was_saved(tmp_path: Path) -> None:
+def test_a_file_that_grew_may_still_hold_all_that_was_saved(tmp_path):
     entry = _save(tmp_path)
     path = entry.path / "__0_0.distcp"
     size = path.stat().st_size
@@ -140,7 +137,7 @@ def test_a_file_that_grew_may_still_hold_all_that_was_saved(tmp_path: Path) -> N
     assert (found.blocks, found.holds) == (((0, 0),), ("large",))
 
 
-def test_missing_files_are_all_named_with_what_is_lost(tmp_path: Path) -> None:
+def test_missing_files_are_all_named_with_what_is_lost(tmp_path):
     entry = _save(tmp_path)
     (entry.path / "__0_0.distcp").unlink()
     (entry.path / "blocks-00001.bin").unlink()
@@ -154,7 +151,7 @@ def test_missing_files_are_all_named_with_what_is_lost(tmp_path: Path) -> None:
     ]
 
 
-def test_without_an_index_nothing_is_said_of_tensors(tmp_path: Path) -> None:
+def test_without_an_index_nothing_is_said_of_tensors(tmp_path):
     entry = _save(tmp_path)
     _flip(entry.path / "__0_0.distcp", 0)
     (entry.path / "index.json").unlink()
@@ -163,7 +160,7 @@ def test_without_an_index_nothing_is_said_of_tensors(tmp_path: Path) -> None:
     assert str(second) == "index.json is missing"
 
 
-def test_two_files_that_changed_places_are_recognised(tmp_path: Path) -> None:
+def test_two_files_that_changed_places_are_recognised(tmp_path):
     entry = _save(tmp_path)
     one, other = entry.path / "__0_0.distcp", entry.path / "__1_0.distcp"
     one.rename(entry.path / "aside")
@@ -175,7 +172,7 @@ def test_two_files_that_changed_places_are_recognised(tmp_path: Path) -> None:
     assert "__1_0.distcp does not match its digest: it holds what was saved as __0_0.distcp" in texts[1]
 
 
-def test_an_older_file_under_the_new_name_is_damage(tmp_path: Path) -> None:
+def test_an_older_file_under_the_new_name_is_damage(tmp_path):
     older, newer = _save(tmp_path, 100, seed=1), _save(tmp_path, 200, seed=2)
     for name in ("__0_0.distcp", "blocks-00000.bin"):
         shutil.copyfile(older.path / name, newer.path / name)
@@ -186,7 +183,7 @@ def test_an_older_file_under_the_new_name_is_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "index.json"])
 @pytest.mark.parametrize("what", ["link", "folder", "pipe"])
-def test_what_is_no_file_is_not_opened(what: str, name: str, tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_opened(what, name, tmp_path):
     entry = _save(tmp_path)
     path = entry.path / name
     path.rename(tmp_path / "real")
@@ -195,7 +192,7 @@ def test_what_is_no_file_is_not_opened(what: str, name: str, tmp_path: Path) -> 
     assert str(found).startswith(f"{name} is not a regular file")
 
 
-def test_files_that_nobody_knows_are_a_remark(tmp_path: Path) -> None:
+def test_files_that_nobody_knows_are_a_remark(tmp_path):
     entry = _save(tmp_path)
     for name in ("core.123", "verified.json", "verified.json.tmp-12-0123abcd"):
         (entry.path / name).touch()
@@ -204,7 +201,7 @@ def test_files_that_nobody_knows_are_a_remark(tmp_path: Path) -> None:
     assert report.remarks == ("core.123 is not in the manifest: no load reads it",)
 
 
-def test_sizes_alone_find_what_names_and_sizes_tell(tmp_path: Path) -> None:
+def test_sizes_alone_find_what_names_and_sizes_tell(tmp_path):
     entry = _save(tmp_path)
     manifest = entry.require_manifest()
     _flip(entry.path / "__0_0.distcp", 0)
@@ -214,11 +211,11 @@ def test_sizes_alone_find_what_names_and_sizes_tell(tmp_path: Path) -> None:
     assert [each.file for each in check_sizes(entry.path, manifest).damage] == ["__0_0.distcp", "chunks.bin"]
 
 
-def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
     entry = _save(tmp_path)
     real = file_reader.open_regular
 
-    def refuse(path: Path, **_: Any) -> int:
+    def refuse(path, **_):
         if path.name == "__1_0.distcp":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return real(path)
@@ -230,13 +227,13 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monke
     assert report.unread == ("__1_0.distcp cannot be read: Permission denied",)
 
 
-def test_blocks_that_the_disk_does_not_give_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_the_disk_does_not_give_are_named(tmp_path, monkeypatch):
     entry = _save(tmp_path)
     _flip(entry.path / "__0_0.distcp", 0)
     bad = 3 * BLOCK_BYTES + 5
     real, inode = os.preadv, (entry.path / "__0_0.distcp").stat().st_ino
 
-    def fail(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+    def fail(fd, buffers, offset, *flags):
         size = sum(map(len, buffers))
         if os.fstat(fd).st_ino == inode and offset <= bad < offset + size:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -249,11 +246,11 @@ def test_blocks_that_the_disk_does_not_give_are_named(tmp_path: Path, monkeypatc
     assert (changed.blocks, changed.holds) == (((0, 0),), ("large",))
 
 
-def test_a_file_that_is_written_to_meanwhile_is_not_proved(tmp_path: Path) -> None:
+def test_a_file_that_is_written_to_meanwhile_is_not_proved(tmp_path):
     entry = _save(tmp_path)
-    wrote: list[int] = []
+    wrote = []
 
-    def write(done: int) -> None:
+    def write(done):
         if not wrote:
             wrote.append(done)
             _flip(entry.path / "__0_0.distcp", 0)
@@ -263,14 +260,14 @@ def test_a_file_that_is_written_to_meanwhile_is_not_proved(tmp_path: Path) -> No
     assert report.unread == ("__0_0.distcp was written to while it was verified",)
 
 
-def test_a_file_that_goes_away_meanwhile_is_missing(tmp_path: Path) -> None:
+def test_a_file_that_goes_away_meanwhile_is_missing(tmp_path):
     entry = _save(tmp_path)
     report = _verify(entry, threads=1, done=lambda _: (entry.path / "chunks.bin").unlink(missing_ok=True))
     assert [str(each) for each in report.damage] == ["chunks.bin is missing"]
     assert report.unread == ()
 
 
-def test_a_file_that_is_removed_after_it_was_read_is_not_proved(tmp_path: Path) -> None:
+def test_a_file_that_is_removed_after_it_was_read_is_not_proved(tmp_path):
     entry = _save(tmp_path)
     report = _verify(entry, threads=1, done=lambda _: (entry.path / "__0_0.distcp").unlink(missing_ok=True))
     assert report.unread == ("__0_0.distcp was removed while it was verified",)
@@ -278,15 +275,13 @@ def test_a_file_that_is_removed_after_it_was_read_is_not_proved(tmp_path: Path) 
 
 @pytest.mark.parametrize("block", [512, 4096, 12288, BLOCK_BYTES, 6 * 1024 * 1024])
 @pytest.mark.parametrize("cold", [False, True])
-def test_digests_are_those_of_one_reading_whatever_the_blocks(
-    block: int, cold: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digests_are_those_of_one_reading_whatever_the_blocks(block, cold, tmp_path, monkeypatch):
     if cold:
         monkeypatch.setattr(file_scan.ScanFile, "is_cold", lambda *_: True)
     sizes = {"empty": 0, "one": 1, "page": 4096, "odd": 3 * block + 77, "long": 2 * STRIDE_BYTES + block + 5}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(np.random.default_rng(size).bytes(size))
-    found: dict[str, Scanned] = {}
+    found = {}
     scan(tmp_path, list(sizes.items()), block, finish=lambda each: found.update({each.name: each}), threads=3)
     assert found.keys() == sizes.keys()
     for name, size in sizes.items():
@@ -294,19 +289,19 @@ def test_digests_are_those_of_one_reading_whatever_the_blocks(
 
 
 @pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def apart(monkeypatch):
     """Processes are worth it whatever there is to read."""
     monkeypatch.setattr(file_scan, "LEAST_BYTES", 0)
     return monkeypatch
 
 
-def _digests(folder: Path, sizes: dict[str, int], **more: Any) -> dict[str, Scanned]:
-    found: dict[str, Scanned] = {}
+def _digests(folder, sizes, **more):
+    found = {}
     scan(folder, list(sizes.items()), BLOCK_BYTES, finish=lambda each: found.update({each.name: each}), **more)
     return found
 
 
-def _assert_right(folder: Path, found: dict[str, Scanned], sizes: dict[str, int]) -> None:
+def _assert_right(folder, found, sizes):
     assert found.keys() == sizes.keys()
     for name, size in sizes.items():
         assert (size, bytes(found[name].blocks)) == (size, b"".join(digest_file(folder / name)[1]))
@@ -314,7 +309,7 @@ def _assert_right(folder: Path, found: dict[str, Scanned], sizes: dict[str, int]
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+def large(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
     sizes = {"a": 3 * STRIDE_BYTES + 1, "b": 0, "c": 5000, "d": 2 * STRIDE_BYTES, "e": STRIDE_BYTES + BLOCK_BYTES + 7}
     for name, size in sizes.items():
@@ -323,25 +318,21 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int
 
 
 @pytest.mark.parametrize("cached", [True, False, None])
-def test_processes_find_the_same_digests(
-    cached: bool | None, large: tuple[Path, dict[str, int]], apart: pytest.MonkeyPatch
-) -> None:
+def test_processes_find_the_same_digests(cached, large, apart):
     folder, sizes = large
     apart.setattr(file_reader.FileReader, "is_cached", lambda *_: cached)
     # Nothing is left for this process to read.
     apart.setattr(file_scan.ScanFile, "read", lambda *_: pytest.fail("not apart"))
-    told: list[int] = []
+    told = []
     _assert_right(folder, _digests(folder, sizes, threads=2, processes=True, done=told.append), sizes)
     assert sum(told) == sum(sizes.values())
 
 
-def test_what_a_process_that_died_left_undone_is_read_here(
-    large: tuple[Path, dict[str, int]], apart: pytest.MonkeyPatch
-) -> None:
+def test_what_a_process_that_died_left_undone_is_read_here(large, apart):
     folder, sizes = large
     real, here = file_scan.ScanFile.digests, os.getpid()
 
-    def die(self: Any, low: int, high: int, *more: Any) -> bytes:
+    def die(self, low, high, *more):
         if os.getpid() == here:
             return real(self, low, high, *more)
         if low == STRIDE_BYTES:
@@ -355,12 +346,10 @@ def test_what_a_process_that_died_left_undone_is_read_here(
         _assert_right(folder, _digests(folder, sizes, threads=processes, processes=True), sizes)
 
 
-def test_where_there_can_be_no_process_threads_do_it(
-    large: tuple[Path, dict[str, int]], apart: pytest.MonkeyPatch
-) -> None:
+def test_where_there_can_be_no_process_threads_do_it(large, apart):
     folder, sizes = large
 
-    def refuse() -> int:
+    def refuse():
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     apart.setattr(os, "fork", refuse)
@@ -369,10 +358,10 @@ def test_where_there_can_be_no_process_threads_do_it(
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_no_process_outlives_an_interruption(large: tuple[Path, dict[str, int]], apart: pytest.MonkeyPatch) -> None:
+def test_no_process_outlives_an_interruption(large, apart):
     folder, sizes = large
 
-    def stop(done: int) -> None:
+    def stop(done):
         raise KeyboardInterrupt
 
     before, others = len(list(Path("/proc/self/fd").iterdir())), set(psutil.Process().children())
@@ -402,7 +391,7 @@ file_scan.scan(folder, sizes, 32768, finish=lambda each: None, threads=3, proces
 """
 
 
-def test_processes_whose_parent_was_killed_end_too(large: tuple[Path, dict[str, int]]) -> None:
+def test_processes_whose_parent_was_killed_end_too(large):
     command = [sys.executable, "-c", ORPHANS, str(large[0])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         # They have our pipe, too: it ends when the last of them has ended.
@@ -410,7 +399,7 @@ def test_processes_whose_parent_was_killed_end_too(large: tuple[Path, dict[str, 
     assert process.returncode == -signal.SIGKILL
 
 
-def test_damage_is_found_apart_too(tmp_path: Path, apart: pytest.MonkeyPatch) -> None:
+def test_damage_is_found_apart_too(tmp_path, apart):
     entry = _save(tmp_path)
     _flip(entry.path / "__1_0.distcp", 3 * BLOCK_BYTES)
     (entry.path / "chunks.bin").unlink()
@@ -418,17 +407,17 @@ def test_damage_is_found_apart_too(tmp_path: Path, apart: pytest.MonkeyPatch) ->
     assert [(each.file, each.blocks) for each in found] == [("__1_0.distcp", ((3, 3),)), ("chunks.bin", ())]
 
 
-def test_threads_follow_the_cores_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_follow_the_cores_or_the_environment(monkeypatch):
     monkeypatch.delenv(THREADS_ENV, raising=False)
     assert 1 <= default_threads() <= 8
     monkeypatch.setenv(THREADS_ENV, "3")
     assert default_threads() == 3
 
 
-def test_what_is_called_from_the_threads_may_fail(tmp_path: Path) -> None:
+def test_what_is_called_from_the_threads_may_fail(tmp_path):
     entry = _save(tmp_path)
 
-    def stop(done: int) -> None:
+    def stop(done):
         raise KeyboardInterrupt
 
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -438,7 +427,7 @@ def test_what_is_called_from_the_threads_may_fail(tmp_path: Path) -> None:
 
 
 @given(st.sets(st.integers(0, 200)))
-def test_runs_are_the_numbers(numbers: set[int]) -> None:
+def test_runs_are_the_numbers(numbers):
     runs = list(runs_of(sorted(numbers)))
     assert [number for first, last in runs for number in range(first, last + 1)] == sorted(numbers)
     assert all(later - last > 1 for (_, last), (later, _) in itertools.pairwise(runs))
@@ -446,7 +435,7 @@ def test_runs_are_the_numbers(numbers: set[int]) -> None:
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_flips_are_found_exactly(data: st.DataObject, tmp_path: Path) -> None:
+def test_any_flips_are_found_exactly(data, tmp_path):
     entry = _once(tmp_path)
     manifest = entry.require_manifest()
     name = data.draw(st.sampled_from(sorted(manifest.files)))
@@ -464,7 +453,7 @@ def test_any_flips_are_found_exactly(data: st.DataObject, tmp_path: Path) -> Non
         _flip(entry.path / name, *places)
 
 
-def _in_block(block: int) -> set[str]:
+def _in_block(block):
     at, names = 0, set()
     for name, elements in TENSORS.items():
         if at < (block + 1) * BLOCK_BYTES and block * BLOCK_BYTES < at + elements * 4:
@@ -473,6 +462,6 @@ def _in_block(block: int) -> set[str]:
     return names
 
 
-def _once(tmp_path: Path) -> Entry:
+def _once(tmp_path):
     path = tmp_path / step_folder(100)
     return Entry(100, path, read_manifest(path)) if path.exists() else _save(tmp_path)

@@ -1,14 +1,11 @@
 """Freshness: a checkpoint whose parameters are all old is known, and no other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Entry
 from ckptman.format.chunk_table import TensorRecord
 from ckptman.format.index import Index, read_index
 from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, step_folder
@@ -26,21 +23,13 @@ ELEMENTS = {
 PARAMETERS = ["model.weight", "model.norm"]
 
 
-def _save(
-    root: Path,
-    step: int,
-    seeds: dict[str, int] | None = None,
-    ranks: int = 2,
-    first: int = 0,
-    dtype: str = "float32",
-    flip: int | None = None,
-) -> Entry:
+def _save(root, step, seeds=None, ranks=2, first=0, dtype="float32", flip=None):
     """Tensors whose bytes are told by their seeds. `first`: where the first of them begins in the data files. `flip`: a
     byte of them that is another."""
     place = LocalBackend(root, QuickDisk())
     root.mkdir(exist_ok=True)
     draft = Path(place.begin(step_folder(step), new_nonce()))
-    files: dict[str, bytes] = {METADATA: b""}
+    files = {METADATA: b""}
     parts = []
     for rank in range(ranks):
         data, rows = bytearray(first), []
@@ -59,11 +48,11 @@ def _save(
     return place.commit(str(draft), manifest_of(root, step, files))
 
 
-def _stale(older: Entry, newer: Entry) -> list[str]:
+def _stale(older, newer):
     return stale_parameters(newer.path, newer.require_manifest(), older.path, older.require_manifest())
 
 
-def test_parameters_that_all_stayed_are_told(tmp_path: Path) -> None:
+def test_parameters_that_all_stayed_are_told(tmp_path):
     one = _save(tmp_path, 1)
     assert _stale(one, _save(tmp_path, 2)) == PARAMETERS
     assert _stale(one, _save(tmp_path, 3, {"optimizer.state.weight.exp_avg": 1})) == PARAMETERS
@@ -80,15 +69,13 @@ SHARE_BYTES = ELEMENTS["model.weight"] // 2 * 4
     ("flip", "stale"),
     [(0, True), (64, False), (BLOCK_BYTES, False), (SHARE_BYTES + 63, False), (SHARE_BYTES + 64, True)],
 )
-def test_one_byte_of_a_parameter_makes_a_checkpoint_fresh_wherever_it_lies(
-    flip: int, stale: bool, tmp_path: Path
-) -> None:
+def test_one_byte_of_a_parameter_makes_a_checkpoint_fresh_wherever_it_lies(flip, stale, tmp_path):
     """Bytes 64 to SHARE_BYTES + 64 of each file are of a parameter: it begins and ends in blocks of others too."""
     one = _save(tmp_path, 1, first=64)
     assert bool(_stale(one, _save(tmp_path, 2, first=64, flip=flip))) == stale
 
 
-def test_what_is_gone_meanwhile_is_not_called_stale(tmp_path: Path) -> None:
+def test_what_is_gone_meanwhile_is_not_called_stale(tmp_path):
     one, other = _save(tmp_path, 1), _save(tmp_path, 2, {"optimizer.state.weight.exp_avg": 1})
     (one.path / data_name(0)).write_bytes(b"")
     assert _stale(one, other) == []
@@ -100,18 +87,18 @@ def test_what_is_gone_meanwhile_is_not_called_stale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"ranks": 1}, {"first": 64}, {"dtype": "int32"}])
-def test_where_things_lie_elsewhere_nothing_is_told(change: dict[str, int], tmp_path: Path) -> None:
-    one, other = _save(tmp_path, 1), _save(tmp_path, 2, **change)  # type: ignore[arg-type]
+def test_where_things_lie_elsewhere_nothing_is_told(change, tmp_path):
+    one, other = _save(tmp_path, 1), _save(tmp_path, 2, **change)
     assert _stale(one, other) == []
 
 
-def test_what_is_taken_for_parameters(tmp_path: Path) -> None:
+def test_what_is_taken_for_parameters(tmp_path):
     entry = _save(tmp_path, 1)
     assert parameters_of(read_index(entry.path, entry.require_manifest())) == PARAMETERS
     assert parameters_of(Index()) == []
 
 
-def test_the_largest_parameters_come_first() -> None:
+def test_the_largest_parameters_come_first():
     sizes = {"model.a": 2000, "model.b": 3000, "model.c": 100, "optimizer.state.b.exp_avg": 3000, "model.d": 2000}
     tensors = {
         name: TensorRecord(dtype="float32", shape=(size,), start=0, count=0, axis=0) for name, size in sizes.items()

@@ -1,14 +1,12 @@
 """The quick look at all chunks together finds nothing wrong exactly where the slow look at each tensor does."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptman.format import coverage
-from ckptman.format.chunk_table import HEAD, ChunkTable, Ints, Rows, TensorRecord, assemble
+from ckptman.format.chunk_table import HEAD, ChunkTable, TensorRecord, assemble
 from ckptman.format.index import Index
 from ckptman.integrity import table_check as tablecheck
 from ckptman.integrity.table_check import check_table
@@ -17,10 +15,10 @@ FILES = [("__0_0.distcp", 2**20), ("__1_0.distcp", 2**16), ("__2_0.distcp", -1)]
 ODD = [0, 1, -1, 2, 3, 5, 64, 8192, 2**16, 2**31, 2**50, 2**62, 2**63 - 1, -(2**62), -(2**63)]
 
 
-def _saved() -> tuple[dict[str, TensorRecord], Ints]:
+def _saved():
     """Tensors of one to three dimensions: whole, in slabs along each dimension, and as a grid."""
     described, at = [], 0
-    parts: dict[int, list[list[int]]] = {}
+    parts = {}
     cuts = {
         "whole": ((6,), [((0,), (6,))]),
         "slabs": ((7,), [((0,), (3,)), ((3,), (3,)), ((6,), (1,))]),
@@ -36,7 +34,7 @@ def _saved() -> tuple[dict[str, TensorRecord], Ints]:
             size = int(np.prod(sizes)) * 4
             parts.setdefault(len(shape), []).append([number, at, size + 100, at + 60, *offsets, *sizes])
             at += size + 100
-    halves: list[Rows] = [{}, {}]
+    halves = [{}, {}]
     for dims, each in parts.items():
         table = np.array(each)
         halves[0][dims], halves[1][dims] = table[::2], table[1::2]
@@ -47,7 +45,7 @@ RECORDS, TABLE = _saved()
 INDEX = Index(files=[name for name, _ in FILES], tensors=RECORDS)
 
 
-def _both(records: dict[str, TensorRecord], table: Ints) -> tuple[list[str], list[str]]:
+def _both(records, table):
     index = INDEX.model_copy(update={"tensors": records})
     quick = check_table(ChunkTable(records, table), index, FILES)
     with pytest.MonkeyPatch.context() as patch:
@@ -55,7 +53,7 @@ def _both(records: dict[str, TensorRecord], table: Ints) -> tuple[list[str], lis
         return quick, check_table(ChunkTable(records, table), index, FILES)
 
 
-def test_what_is_right_is_seen_together() -> None:
+def test_what_is_right_is_seen_together():
     assert _both(RECORDS, TABLE) == ([], [])
     regular = tablecheck._regular(ChunkTable(RECORDS, TABLE), INDEX, FILES)
     assert regular == {"whole", "slabs", "rows", "columns", "deep"}
@@ -66,7 +64,7 @@ def test_what_is_right_is_seen_together() -> None:
     changes=st.lists(st.tuples(st.integers(0, len(TABLE) - 1), st.sampled_from(ODD)), min_size=1, max_size=3),
     added=st.booleans(),
 )
-def test_both_looks_find_the_same(changes: list[tuple[int, int]], added: bool) -> None:
+def test_both_looks_find_the_same(changes, added):
     table = TABLE.copy()
     with np.errstate(over="ignore"):
         for place, value in changes:
@@ -89,7 +87,7 @@ def test_both_looks_find_the_same(changes: list[tuple[int, int]], added: bool) -
         {"shape": (2**40, 2**40, 2**40)},
     ],
 )
-def test_both_find_the_same_wrong_records(name: str, change: dict[str, object]) -> None:
+def test_both_find_the_same_wrong_records(name, change):
     shape = change.get("shape")
     if isinstance(shape, tuple):
         change = {"shape": shape[: len(RECORDS[name].shape)]}
@@ -97,11 +95,11 @@ def test_both_find_the_same_wrong_records(name: str, change: dict[str, object]) 
     assert quick == slow
 
 
-def test_rows_have_the_width_that_is_assumed_here() -> None:
+def test_rows_have_the_width_that_is_assumed_here():
     assert sum(record.count * (HEAD + 2 * len(record.shape)) for record in RECORDS.values()) == len(TABLE)
 
 
-def _first_elements(dims: int) -> tuple[Ints, Ints]:
+def _first_elements(dims):
     """Boxes of a tensor of 2 x 2 x ...: the half where the first index is 0, of the rest the half where the second is,
     and so on. All but the last element."""
     numbers = range(dims)
@@ -110,14 +108,14 @@ def _first_elements(dims: int) -> tuple[Ints, Ints]:
     return np.array(offsets, np.int64), np.array(sizes, np.int64)
 
 
-def _problems(offsets: Ints, sizes: Ints, shape: tuple[int, ...], axis: int = 0) -> list[str]:
+def _problems(offsets, sizes, shape, axis=0):
     heads = np.array([[0, 0, 0, -1]] * len(offsets), np.int64)
     record = {"w": TensorRecord(dtype="no such", shape=shape, start=0, count=len(offsets), axis=axis)}
     table = np.hstack([heads, offsets, sizes]).reshape(-1)
     return check_table(ChunkTable(record, table), INDEX.model_copy(update={"tensors": record}), FILES)
 
 
-def test_an_overlap_and_a_hole_of_the_same_size_in_too_many_dimensions_for_corners() -> None:
+def test_an_overlap_and_a_hole_of_the_same_size_in_too_many_dimensions_for_corners():
     dims = 23
     offsets, sizes = _first_elements(dims)
     last = np.ones((1, dims), np.int64)
@@ -128,7 +126,7 @@ def test_an_overlap_and_a_hole_of_the_same_size_in_too_many_dimensions_for_corne
     assert _problems(np.vstack([offsets, last, last]), empty, (2,) * dims) == [], "a rank that has nothing"
 
 
-def test_what_is_not_proved_is_no_good_news(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_proved_is_no_good_news(monkeypatch):
     monkeypatch.setattr(coverage, "_CORNERS", 100)
     offsets = np.array([(i, j) for i in range(9) for j in range(9)], np.int64)
     grid, twice = (offsets, np.ones_like(offsets), (9, 9)), offsets.copy()

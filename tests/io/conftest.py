@@ -1,10 +1,7 @@
 """What the tests of files share."""
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ from ckptman.io.durable_files import DISK
 
 
 @pytest.fixture
-def nothing_left() -> Iterator[None]:
+def nothing_left():
     """No test leaves a file open or a thread running."""
     before = _open_files()
     yield
@@ -23,7 +20,7 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture(params=["disk", "shm"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(request, tmp_path, tmp_path_factory):
     """A folder on the disk and one in memory."""
     if request.param == "disk":
         yield tmp_path
@@ -39,7 +36,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pyt
         DISK.remove_tree(made)
 
 
-def _open_files() -> set[str]:
+def _open_files():
     found = set()
     for each in Path("/proc/self/fd").iterdir():
         try:

@@ -1,7 +1,5 @@
 """Reading ranges of files: what is read is what was written, or it is refused."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -11,8 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +25,7 @@ from tests.helpers.files import BLOCK, KIB, MIB, digests_of, into, random_bytes
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def evict(path: Path) -> None:
+def evict(path):
     """Have a file out of the page cache, where the file system has anything below it."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -51,7 +47,7 @@ PIECES = st.lists(
 
 
 @pytest.fixture(scope="module")
-def two_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_files(tmp_path_factory):
     made = tmp_path_factory.mktemp("two")
     for number in range(2):
         (made / f"{number}").write_bytes(random_bytes(SIZE, seed=number))
@@ -68,15 +64,7 @@ def two_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     st.sampled_from([4096, 65536, 1 << 22]),
     st.sampled_from(["warm", "cold", "from place to place"]),
 )
-def test_every_range_gets_its_bytes(
-    two_files: Path,
-    pieces: list[tuple[int, int, int, str]],
-    block: int | None,
-    threads: int,
-    gap: int,
-    stride: int,
-    cache: str,
-) -> None:
+def test_every_range_gets_its_bytes(two_files, pieces, block, threads, gap, stride, cache):
     data = [(two_files / f"{number}").read_bytes() for number in range(2)]
     digests = None if block is None else {f"{n}": digests_of(two_files / f"{n}", block) for n in range(2)}
     places, calls, wanted = [], [], []
@@ -87,10 +75,10 @@ def test_every_range_gets_its_bytes(
         if "into" in how:
             wanted.append(Wanted(f"{file}", offset, size, into=memoryview(place), whole="whole" in how))
             continue
-        count: list[int] = []
+        count = []
         calls.append((how, size, count))
 
-        def deliver(piece: memoryview, at: int, place: bytearray = place, count: list[int] = count) -> None:
+        def deliver(piece, at, place=place, count=count):
             place[at : at + len(piece)] = piece
             count.append(len(piece))
 
@@ -122,7 +110,7 @@ def test_every_range_gets_its_bytes(
             assert read_bytes <= len(blocks) * block
 
 
-def test_each_block_is_read_once(tmp_path: Path) -> None:
+def test_each_block_is_read_once(tmp_path):
     data = random_bytes(20 * MIB + 5)
     (tmp_path / "x").write_bytes(data)
     rng = random.Random(1)
@@ -137,7 +125,7 @@ def test_each_block_is_read_once(tmp_path: Path) -> None:
     assert twice == len(data)
 
 
-def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_wanted_is_read(tmp_path, monkeypatch):
     (tmp_path / "x").write_bytes(random_bytes(4 * MIB))
     digests = {"x": digests_of(tmp_path / "x")}
     wanted = [into("x", at + 100, 10) for at in range(0, 4 * MIB, MIB)]
@@ -149,16 +137,16 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert read_wanted(tmp_path, near, None) == 80
 
 
-def test_many_small_ranges_and_large_whole_ones(tmp_path: Path) -> None:
+def test_many_small_ranges_and_large_whole_ones(tmp_path):
     data = random_bytes(32 * MIB)
     (tmp_path / "x").write_bytes(data)
     digests = {"x": digests_of(tmp_path / "x")}
     places = [bytearray(9000) for _ in range(3000)]  # more than one call can scatter
     wanted = [into("x", number * 10_000, 9000, place=place) for number, place in enumerate(places)]
-    got: dict[int, bytes] = {}
+    got = {}
     wholes = [77, 7 * MIB + 5, 15 * MIB + 1, 23 * MIB + 9]
 
-    def keep(start: int) -> Callable[[memoryview, int], None]:
+    def keep(start):
         return lambda piece, _: got.update({start: bytes(piece)})
 
     wanted += [Wanted("x", at, 8 * MIB, deliver=keep(at), whole=True) for at in wholes]
@@ -170,12 +158,12 @@ def test_many_small_ranges_and_large_whole_ones(tmp_path: Path) -> None:
         assert read_bytes < (33 * MIB if each else 48 * MIB)
 
 
-def test_nothing_wanted_is_fine(tmp_path: Path) -> None:
+def test_nothing_wanted_is_fine(tmp_path):
     assert read_wanted(tmp_path, [], None) == 0
     assert read_wanted(tmp_path, [into("gone", 7, 0)], None) == 0
 
 
-def test_ranges_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_ranges_that_are_none_are_refused(tmp_path):
     place = memoryview(bytearray(8))
     for each in (
         Wanted("x", -1, 8, into=place),
@@ -192,7 +180,7 @@ def test_ranges_that_are_none_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_a_flipped_byte_is_found_exactly_when_its_block_is_read(folder: Path, threads: int) -> None:
+def test_a_flipped_byte_is_found_exactly_when_its_block_is_read(folder, threads):
     data = bytearray(random_bytes(9 * MIB + 77))
     path = folder / "x"
     path.write_bytes(data)
@@ -218,10 +206,10 @@ def test_a_flipped_byte_is_found_exactly_when_its_block_is_read(folder: Path, th
     assert blocks == 73
 
 
-def test_only_the_tensors_of_the_bad_block_are_named(tmp_path: Path) -> None:
+def test_only_the_tensors_of_the_bad_block_are_named(tmp_path):
     (tmp_path / "x").write_bytes(bytes(BLOCK * 2))
     digests = {"x": Digests(BLOCK, digests_of(tmp_path / "x").blocks[:16] + bytes(16), 2 * BLOCK)}
-    seen: list[int] = []
+    seen = []
     wanted = [into("x", number * KIB, KIB, f"t{number}") for number in range(2 * BLOCK // KIB)]
     wanted.append(Wanted("x", BLOCK, 4, deliver=lambda *_: seen.append(1)))
     with pytest.raises(CorruptError, match=r"of t128, t129, t130 and 125 more"):
@@ -230,12 +218,12 @@ def test_only_the_tensors_of_the_bad_block_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_files_that_are_shrunk_grown_or_gone(folder: Path, threads: int) -> None:
+def test_files_that_are_shrunk_grown_or_gone(folder, threads):
     data, path = random_bytes(5 * MIB), folder / "x"
     path.write_bytes(data)
     digests = {"x": digests_of(path)}
 
-    def fails(match: str, digests: Any = digests) -> None:
+    def fails(match, digests=digests):
         with pytest.raises(CorruptError, match=match) as caught:
             read_wanted(folder, [into("x", 0, len(data), "weight")], digests, threads=threads)
         assert all(text in str(caught.value) for text in (str(path), "weight", "restore an older checkpoint"))
@@ -253,7 +241,7 @@ def test_files_that_are_shrunk_grown_or_gone(folder: Path, threads: int) -> None
     fails("is not a regular file")
 
 
-def test_digests_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_digests_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "x").write_bytes(bytes(BLOCK))
     good = digests_of(tmp_path / "x")
     wanted = [into("x", 0, 10, "weight")]
@@ -265,12 +253,12 @@ def test_digests_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         read_wanted(tmp_path, [into("x", BLOCK, 1)], {"x": good})
 
 
-def test_a_file_shrunk_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_shrunk_while_it_is_read(tmp_path, monkeypatch):
     path = tmp_path / "x"
     path.write_bytes(random_bytes(2 * MIB))
     digests, real = {"x": digests_of(path)}, os.preadv
 
-    def shrink(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+    def shrink(fd, buffers, offset, flags=0):
         os.truncate(path, MIB + 3)
         return real(fd, buffers, offset, flags)
 
@@ -279,12 +267,12 @@ def test_a_file_shrunk_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Monk
         read_wanted(tmp_path, [into("x", 0, 2 * MIB)], digests, threads=1)
 
 
-def test_short_reads_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_completed(tmp_path, monkeypatch):
     data, real = random_bytes(3 * MIB + 1), os.preadv
     (tmp_path / "x").write_bytes(data)
     rng = random.Random(3)
 
-    def less(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+    def less(fd, buffers, offset, flags=0):
         if flags and rng.random() < 0.3:
             raise BlockingIOError(errno.EAGAIN, "not in memory")
         if flags and rng.random() < 0.3:
@@ -302,12 +290,12 @@ def test_short_reads_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 Preadv = Callable[..., int]
 
 
-def as_ever(real: Preadv) -> Preadv:
+def as_ever(real):
     return real
 
 
-def refused(real: Preadv) -> Preadv:
-    def call(fd: int, *rest: Any) -> int:
+def refused(real):
+    def call(fd, *rest):
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(fd, *rest)
@@ -315,8 +303,8 @@ def refused(real: Preadv) -> Preadv:
     return call
 
 
-def cut_short(real: Preadv) -> Preadv:
-    def call(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+def cut_short(real):
+    def call(fd, buffers, offset, flags=0):
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             buffers = [buffers[0][: len(buffers[0]) // 2 // ALIGN_BYTES * ALIGN_BYTES]]
         return real(fd, buffers, offset, flags)
@@ -326,9 +314,7 @@ def cut_short(real: Preadv) -> Preadv:
 
 @pytest.mark.parametrize("how", [as_ever, refused, cut_short])
 @pytest.mark.parametrize("checked", [True, False])
-def test_what_is_not_in_the_page_cache_is_read_past_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool, how: Callable[[Preadv], Preadv]
-) -> None:
+def test_what_is_not_in_the_page_cache_is_read_past_it(tmp_path, monkeypatch, checked, how):
     size = 9 * MIB + 777
     data, path = random_bytes(size), tmp_path / "x"
     path.write_bytes(data)
@@ -336,7 +322,7 @@ def test_what_is_not_in_the_page_cache_is_read_past_it(
     wanted = [into("x", 1000, 5 * MIB), into("x", 6 * MIB + 1, 3 * MIB + 776)]
     flags, real = [], os.open
 
-    def record(path: Any, flag: int, *rest: Any) -> int:
+    def record(path, flag, *rest):
         flags.append(flag)
         return real(path, flag, *rest)
 
@@ -360,16 +346,16 @@ def test_what_is_not_in_the_page_cache_is_read_past_it(
 
 
 @pytest.mark.parametrize("place", [0, 3 * MIB + 5, 8 * MIB])
-def test_a_flipped_byte_is_found_in_what_is_read_past_the_cache(tmp_path: Path, place: int) -> None:
+def test_a_flipped_byte_is_found_in_what_is_read_past_the_cache(tmp_path, place):
     data, path = bytearray(random_bytes(8 * MIB + 1)), tmp_path / "x"
     path.write_bytes(data)
     digests = {"x": digests_of(path)}
     data[place] ^= 4
     path.write_bytes(data)
     evict(path)
-    delivered: list[tuple[int, int]] = []
+    delivered = []
     wanted = [
-        Wanted("x", at, MIB, deliver=lambda piece, _, at=at: delivered.append((at, len(piece))), whole=True)  # type: ignore[misc]
+        Wanted("x", at, MIB, deliver=lambda piece, _, at=at: delivered.append((at, len(piece))), whole=True)
         for at in range(0, 8 * MIB, MIB)
     ]
     with pytest.raises(CorruptError, match=rf"does not match its digests in block {place // BLOCK} "):
@@ -377,7 +363,7 @@ def test_a_flipped_byte_is_found_in_what_is_read_past_the_cache(tmp_path: Path, 
     assert all(not at <= place < at + MIB for at, _ in delivered)
 
 
-def test_what_is_no_file_does_not_hang_a_load(tmp_path: Path) -> None:
+def test_what_is_no_file_does_not_hang_a_load(tmp_path):
     os.mkfifo(tmp_path / "x")
     for digests in ({"x": Digests(BLOCK, bytes(16), 100)}, None):
         with pytest.raises(CorruptError, match="is not a regular file"):
@@ -385,11 +371,11 @@ def test_what_is_no_file_does_not_hang_a_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_an_error_of_the_disk_is_told_as_damage(tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_disk_is_told_as_damage(tmp_path, threads, monkeypatch):
     (tmp_path / "x").write_bytes(bytes(64 * MIB))
     digests, reads = {"x": digests_of(tmp_path / "x")}, []
 
-    def fail(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+    def fail(fd, buffers, offset, flags=0):
         reads.append(offset)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -402,11 +388,11 @@ def test_an_error_of_the_disk_is_told_as_damage(tmp_path: Path, threads: int, mo
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_an_error_of_a_receiver_is_raised_as_it_is(tmp_path: Path, threads: int) -> None:
+def test_an_error_of_a_receiver_is_raised_as_it_is(tmp_path, threads):
     (tmp_path / "x").write_bytes(bytes(64 * MIB))
     calls = []
 
-    def deliver(piece: memoryview, at: int) -> None:
+    def deliver(piece, at):
         calls.append(at)
         raise LookupError("no room")
 
@@ -418,7 +404,7 @@ def test_an_error_of_a_receiver_is_raised_as_it_is(tmp_path: Path, threads: int)
 # ---- threads ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_threads(monkeypatch):
     monkeypatch.delenv("CKPTMAN_IO_THREADS", raising=False)
     assert io_threads() == 4
     monkeypatch.setenv("CKPTMAN_IO_THREADS", "7")
@@ -430,12 +416,10 @@ def test_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 2), (3, 3), (64, 6)])
-def test_no_more_threads_than_cores_read_what_is_in_the_page_cache(
-    cores: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used: list[int] = []
+def test_no_more_threads_than_cores_read_what_is_in_the_page_cache(cores, expected, tmp_path, monkeypatch):
+    used = []
 
-    def relay(*arguments: Any, first_threads: int, then_threads: int, **options: Any) -> None:
+    def relay(*arguments, first_threads, then_threads, **options):
         assert not then_threads
         used.append(first_threads)
         parallel.relay(*arguments, first_threads=first_threads, then_threads=0, **options)
@@ -454,11 +438,11 @@ def test_no_more_threads_than_cores_read_what_is_in_the_page_cache(
     assert data == (tmp_path / "x").read_bytes()
 
 
-def test_an_interrupt_stops_all_threads(tmp_path: Path) -> None:
+def test_an_interrupt_stops_all_threads(tmp_path):
     (tmp_path / "x").write_bytes(bytes(64 * MIB))
     calls = []
 
-    def deliver(piece: memoryview, at: int) -> None:
+    def deliver(piece, at):
         calls.append(at)
         if threading.current_thread() is threading.main_thread():
             signal.raise_signal(signal.SIGINT)

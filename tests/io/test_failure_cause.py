@@ -1,7 +1,5 @@
 """What is the environment's fault, in one table: of an attempt, of a load, of a device."""
 
-from __future__ import annotations
-
 import errno
 import http.client
 import subprocess
@@ -12,25 +10,25 @@ import torch
 
 import ckptman
 from ckptman.comm.control_group import Failure, RankFailed
-from ckptman.io.failure_cause import ELSEWHERE, UNREADABLE, Trouble, cause_of, is_broken_device, trouble_of_load
+from ckptman.io.failure_cause import ELSEWHERE, UNREADABLE, cause_of, is_broken_device, trouble_of_load
 
 
 class OutOfMemoryError(RuntimeError):
     """As torch calls its own, whose home depends on its version."""
 
 
-def raised_from(error: Exception, cause: BaseException) -> Exception:
+def raised_from(error, cause):
     error.__cause__ = cause
     return error
 
 
-def raised_while(error: Exception, context: BaseException) -> Exception:
+def raised_while(error, context):
     error.__context__ = context
     return error
 
 
-def of_a_client(module: str, name: str) -> Exception:
-    error: Exception = type(name, (Exception,), {"__module__": module})("no answer")
+def of_a_client(module, name):
+    error = type(name, (Exception,), {"__module__": module})("no answer")
     return error
 
 
@@ -66,7 +64,7 @@ OUTAGES = [
 
 
 @pytest.mark.parametrize("error", OUTAGES, ids=lambda error: type(error).__name__)
-def test_an_outage_is_the_environments(error: BaseException) -> None:
+def test_an_outage_is_the_environments(error):
     assert cause_of(error) == "environment"
 
 
@@ -86,7 +84,7 @@ def test_an_outage_is_the_environments(error: BaseException) -> None:
     ],
     ids=repr,
 )
-def test_what_the_program_raises_is_its_own(error: Exception) -> None:
+def test_what_the_program_raises_is_its_own(error):
     assert cause_of(error) == "program"
 
 
@@ -101,7 +99,7 @@ def test_what_the_program_raises_is_its_own(error: Exception) -> None:
         ("CUDA error: an illegal memory access was encountered", False),
     ],
 )
-def test_errors_of_a_device_and_errors_of_a_program(text: str, bad: bool) -> None:
+def test_errors_of_a_device_and_errors_of_a_program(text, bad):
     assert is_broken_device(RuntimeError(text)) is bad
     assert not is_broken_device(ValueError(text))
 
@@ -126,9 +124,9 @@ def test_errors_of_a_device_and_errors_of_a_program(text: str, bad: bool) -> Non
         ("ValueError: MemoryError", None, None),
     ],
 )
-def test_what_keeps_a_rank_from_loading(text: str, code: int | None, trouble: Trouble | None) -> None:
+def test_what_keeps_a_rank_from_loading(text, code, trouble):
     assert trouble_of_load(text, code) == trouble
 
 
-def test_an_error_of_reading_is_of_the_bytes_or_of_something_else() -> None:
+def test_an_error_of_reading_is_of_the_bytes_or_of_something_else():
     assert not set(ELSEWHERE) & set(UNREADABLE)

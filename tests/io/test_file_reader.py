@@ -1,11 +1,8 @@
 """One file that several threads read: what it opens, what it gives at the end of the file, and past the page cache."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
-from pathlib import Path
 
 import pytest
 
@@ -20,12 +17,12 @@ DATA = random.Random(1).randbytes(2 * DIRECT_BYTES + 777)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     (tmp_path / "x").write_bytes(DATA)
     return tmp_path / "x"
 
 
-def test_segments_are_filled_one_after_the_other_up_to_the_end_of_the_file(path: Path) -> None:
+def test_segments_are_filled_one_after_the_other_up_to_the_end_of_the_file(path):
     reader = FileReader(path)
     places = [bytearray(3), bytearray(5), bytearray(4096)]
     assert reader.read([memoryview(place) for place in places], 7) == 3 + 5 + 4096
@@ -37,7 +34,7 @@ def test_segments_are_filled_one_after_the_other_up_to_the_end_of_the_file(path:
     reader.close()
 
 
-def test_it_is_opened_when_it_is_wanted_and_again_after_it_was_closed(path: Path) -> None:
+def test_it_is_opened_when_it_is_wanted_and_again_after_it_was_closed(path):
     reader = FileReader(path)
     assert reader.open() == reader.open()
     assert reader.found.st_size == len(DATA)
@@ -49,7 +46,7 @@ def test_it_is_opened_when_it_is_wanted_and_again_after_it_was_closed(path: Path
     reader.close()
 
 
-def test_what_is_not_a_file_is_refused_and_a_link_is_followed_on_demand(path: Path) -> None:
+def test_what_is_not_a_file_is_refused_and_a_link_is_followed_on_demand(path):
     link = path.with_name("link")
     link.symlink_to(path)
     with pytest.raises(CorruptError, match="not a regular file"):
@@ -62,7 +59,7 @@ def test_what_is_not_a_file_is_refused_and_a_link_is_followed_on_demand(path: Pa
 
 
 @pytest.mark.parametrize("offset", [0, 5, ALIGN_BYTES, len(DATA) - 100])
-def test_past_the_page_cache_the_same_bytes_come_or_none(path: Path, offset: int) -> None:
+def test_past_the_page_cache_the_same_bytes_come_or_none(path, offset):
     reader, scratch = FileReader(path), aligned_memory(2 * DIRECT_BYTES)
     size = min(DIRECT_BYTES, len(DATA) - offset)
     inside = offset % ALIGN_BYTES
@@ -72,7 +69,7 @@ def test_past_the_page_cache_the_same_bytes_come_or_none(path: Path, offset: int
     reader.close()
 
 
-def test_another_file_that_took_the_name_is_not_read_in_its_place(path: Path) -> None:
+def test_another_file_that_took_the_name_is_not_read_in_its_place(path):
     reader, scratch = FileReader(path), aligned_memory(2 * DIRECT_BYTES)
     reader.open()
     path.with_name("y").write_bytes(bytes(len(DATA)))
@@ -84,11 +81,11 @@ def test_another_file_that_took_the_name_is_not_read_in_its_place(path: Path) ->
     reader.close()
 
 
-def test_where_the_page_cache_cannot_be_asked_nobody_knows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_page_cache_cannot_be_asked_nobody_knows(path, monkeypatch):
     reader = FileReader(path)
     assert reader.is_cold(0, DIRECT_BYTES - 1) is None, "too little to be read past it"
 
-    def refuse(*_: object) -> int:
+    def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "no such flag")
 
     with monkeypatch.context() as patch:
@@ -98,9 +95,7 @@ def test_where_the_page_cache_cannot_be_asked_nobody_knows(path: Path, monkeypat
     reader.close()
 
 
-def test_a_python_that_cannot_ask_the_page_cache_reads_all_the_same(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_that_cannot_ask_the_page_cache_reads_all_the_same(path, monkeypatch):
     """One that was built for an older libc."""
     monkeypatch.delattr(os, "RWF_NOWAIT")
     reader = FileReader(path)
@@ -112,16 +107,14 @@ def test_a_python_that_cannot_ask_the_page_cache_reads_all_the_same(
     reader.close()
 
 
-def test_what_is_left_of_segments() -> None:
+def test_what_is_left_of_segments():
     segments = [memoryview(b"abc"), memoryview(b"defg")]
     assert [bytes(each) for each in after(segments, 4)] == [b"efg"]
     assert after(segments, 7) == []
 
 
 @pytest.mark.parametrize("kernel", ["this", "before 5.14"])
-def test_a_file_is_read_to_the_page_cache_until_it_is_enough(
-    tmp_path: Path, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_read_to_the_page_cache_until_it_is_enough(tmp_path, kernel, monkeypatch):
     if kernel != "this":
         monkeypatch.setattr(file_reader, "_POPULATE_READ", 999)
     part, whole = tmp_path / "part", tmp_path / "whole"
@@ -137,7 +130,7 @@ def test_a_file_is_read_to_the_page_cache_until_it_is_enough(
     assert resident_share(whole) > 0.9
 
 
-def test_no_link_is_read_to_the_page_cache(path: Path, tmp_path: Path) -> None:
+def test_no_link_is_read_to_the_page_cache(path, tmp_path):
     (tmp_path / "link").symlink_to(path)
     for call in (lambda: read_to_cache(tmp_path / "link", lambda: True), lambda: drop_from_cache(tmp_path / "link")):
         with pytest.raises(CorruptError):

@@ -1,13 +1,9 @@
 """Writing files: what is written is what the source gave, by direct I/O where that can be, or an error is raised."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
 import threading
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,14 +20,14 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.fixture(autouse=True)
-def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _large_blocks(monkeypatch):
     monkeypatch.setattr(file_writer, "BLOCK_BYTES", BLOCK)
 
 
 class Bytes:
     """A source in memory: views of its own memory (`own`, at `shift` bytes from a page), or copies in the scratch."""
 
-    def __init__(self, data: bytes, own: bool = True, shift: int = 64) -> None:
+    def __init__(self, data, own=True, shift=64):
         page = np.zeros(len(data) + 2 * ALIGN_BYTES, np.uint8)
         start = -page.ctypes.data % ALIGN_BYTES + shift
         page[start : start + len(data)] = np.frombuffer(data, np.uint8)
@@ -39,7 +35,7 @@ class Bytes:
         self._data = page.data[start : start + len(data)]
         self.views = 0
 
-    def view(self, offset: int, scratch: memoryview) -> memoryview:
+    def view(self, offset, scratch):
         self.views += 1
         data = self._data[offset : offset + len(scratch)]
         if self._own:
@@ -51,23 +47,23 @@ class Bytes:
 class FailingDisk(Disk):
     """Fails, or does less, at write number `at`."""
 
-    def __init__(self, at: int, what: Callable[[int, memoryview, int], int]) -> None:
+    def __init__(self, at, what):
         self.at, self.what, self.writes, self.syncs = at, what, 0, 0
         self._lock = threading.Lock()
 
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+    def write_at(self, fd, data, offset):
         with self._lock:
             self.writes += 1
             mine = self.writes - 1
         return self.what(fd, data, offset) if mine == self.at else super().write_at(fd, data, offset)
 
-    def sync_file(self, fd: int) -> None:
+    def sync_file(self, fd):
         self.syncs += 1
         super().sync_file(fd)
 
 
-def failing(number: int) -> Callable[[int, memoryview, int], int]:
-    def fail(fd: int, data: memoryview, offset: int) -> int:
+def failing(number):
+    def fail(fd, data, offset):
         raise OSError(number, os.strerror(number))
 
     return fail
@@ -78,7 +74,7 @@ def failing(number: int) -> Callable[[int, memoryview, int], int]:
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("own", [True, False])
-def test_a_file_holds_the_bytes_of_its_source(folder: Path, threads: int, own: bool) -> None:
+def test_a_file_holds_the_bytes_of_its_source(folder, threads, own):
     for number, size in enumerate([0, ALIGN_BYTES, BLOCK, STRIDE_BYTES, 2 * STRIDE_BYTES + BLOCK + 3 * ALIGN_BYTES]):
         data, path = random_bytes(size), folder / f"file-{number}"
         for shift in (0, 64) if own else (0,):
@@ -90,14 +86,14 @@ def test_a_file_holds_the_bytes_of_its_source(folder: Path, threads: int, own: b
             assert written == Written(digests, digest_of_blocks(blocks), written.buffered_because)
 
 
-def test_direct_io_is_used_where_the_file_system_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_io_is_used_where_the_file_system_takes_it(tmp_path, monkeypatch):
     try:
         os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
     except OSError:
         pytest.skip("this file system takes no direct I/O")
     flags = []
 
-    def look(fd: int, data: memoryview, offset: int) -> int:
+    def look(fd, data, offset):
         flags.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
         assert np.frombuffer(data, np.uint8).ctypes.data % ALIGN_BYTES == 0
         return os.pwrite(fd, data, offset)
@@ -111,10 +107,10 @@ def test_direct_io_is_used_where_the_file_system_takes_it(tmp_path: Path, monkey
     assert plain.digests == written.digests
 
 
-def test_a_refusal_at_open_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_at_open_falls_back(tmp_path, monkeypatch):
     real = fcntl.fcntl
 
-    def refuse(fd: int, command: int, value: int = 0) -> int:
+    def refuse(fd, command, value=0):
         if command == fcntl.F_SETFL and value & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(fd, command, value)
@@ -130,9 +126,7 @@ def test_a_refusal_at_open_falls_back(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("at", [0, 1, 3])
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_refusal_at_a_write_falls_back_and_keeps_what_is_there(
-    tmp_path: Path, at: int, threads: int, number: int
-) -> None:
+def test_a_refusal_at_a_write_falls_back_and_keeps_what_is_there(tmp_path, at, threads, number):
     data = random_bytes(3 * STRIDE_BYTES + BLOCK)
     disk = FailingDisk(at, failing(number))
     written = write_source(tmp_path / "x", Bytes(data), disk=disk, threads=threads)
@@ -145,11 +139,11 @@ def test_a_refusal_at_a_write_falls_back_and_keeps_what_is_there(
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("taken", [1, 511, ALIGN_BYTES, BLOCK + 512])
-def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, taken: int) -> None:
+def test_short_writes_are_completed(tmp_path, monkeypatch, direct, taken):
     if not direct:
         refuse_direct(monkeypatch)
 
-    def take_less(fd: int, data: memoryview, offset: int) -> int:
+    def take_less(fd, data, offset):
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         try:
@@ -166,7 +160,7 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("at", [0, 2])
-def test_a_disk_that_fails_stops_the_write(tmp_path: Path, threads: int, number: int, at: int) -> None:
+def test_a_disk_that_fails_stops_the_write(tmp_path, threads, number, at):
     source, disk = Bytes(bytes(16 * STRIDE_BYTES)), FailingDisk(at, failing(number))
     with pytest.raises(OSError, match=str(tmp_path / "x")) as caught:
         write_source(tmp_path / "x", source, disk=disk, threads=threads)
@@ -175,13 +169,13 @@ def test_a_disk_that_fails_stops_the_write(tmp_path: Path, threads: int, number:
     assert disk.syncs == 0
 
 
-def test_a_write_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
+def test_a_write_that_writes_nothing_is_an_error(tmp_path):
     with pytest.raises(OSError, match="wrote nothing") as caught:
         write_source(tmp_path / "x", Bytes(bytes(BLOCK)), disk=FailingDisk(0, lambda *_: 0))
     assert caught.value.errno == errno.EIO
 
 
-def test_a_flush_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_that_fails_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: failing(errno.EIO)(fd, memoryview(b""), 0))
     with pytest.raises(OSError, match=str(tmp_path / "x")):
         write_source(tmp_path / "x", Bytes(bytes(BLOCK)), disk=DISK)
@@ -189,9 +183,9 @@ def test_a_flush_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("error", [ValueError("no such tensor"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("threads", [1, 4])
-def test_an_error_of_the_source_is_raised_as_it_is(tmp_path: Path, error: BaseException, threads: int) -> None:
+def test_an_error_of_the_source_is_raised_as_it_is(tmp_path, error, threads):
     class Failing(Bytes):
-        def view(self, offset: int, scratch: memoryview) -> memoryview:
+        def view(self, offset, scratch):
             if offset == 2 * STRIDE_BYTES:
                 raise error
             return super().view(offset, scratch)
@@ -203,16 +197,16 @@ def test_an_error_of_the_source_is_raised_as_it_is(tmp_path: Path, error: BaseEx
     assert source.views <= 2 + 3 * threads
 
 
-def test_a_source_that_gives_too_little_is_refused(tmp_path: Path) -> None:
+def test_a_source_that_gives_too_little_is_refused(tmp_path):
     class Short(Bytes):
-        def view(self, offset: int, scratch: memoryview) -> memoryview:
+        def view(self, offset, scratch):
             return super().view(offset, scratch)[:-1]
 
     with pytest.raises(ValueError, match="4095 bytes where 4096"):
         write_source(tmp_path / "x", Short(bytes(ALIGN_BYTES)), disk=DISK)
 
 
-def test_a_file_that_is_there_is_not_touched(tmp_path: Path) -> None:
+def test_a_file_that_is_there_is_not_touched(tmp_path):
     (tmp_path / "x").write_bytes(b"precious")
     with pytest.raises(FileExistsError):
         write_source(tmp_path / "x", Bytes(bytes(ALIGN_BYTES)), disk=DISK)
@@ -222,7 +216,7 @@ def test_a_file_that_is_there_is_not_touched(tmp_path: Path) -> None:
 # ---- threads and scratch ---------------------------------------------------------------------------------------------
 
 
-def test_scratch_is_used_again_and_bounded(tmp_path: Path) -> None:
+def test_scratch_is_used_again_and_bounded(tmp_path):
     for number in range(12):
         data = bytes(8 * STRIDE_BYTES)
         write_source(tmp_path / f"{number}", Bytes(data, own=False), disk=DISK, threads=4)
@@ -231,8 +225,8 @@ def test_scratch_is_used_again_and_bounded(tmp_path: Path) -> None:
         (tmp_path / f"{number}").unlink()
 
 
-def test_without_more_threads_the_caller_does_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: threading.Thread) -> None:
+def test_without_more_threads_the_caller_does_it_all(tmp_path, monkeypatch):
+    def refuse(self):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)

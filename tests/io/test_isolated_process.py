@@ -1,7 +1,5 @@
 """Work in a process of its own: its result, its error, its death, its silence; and that nothing of it is left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,7 +31,7 @@ except module.NoAnswer as error:
 """
 
 
-def _wait_for_death(pid: int) -> None:
+def _wait_for_death(pid):
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -45,11 +42,11 @@ def _wait_for_death(pid: int) -> None:
     raise AssertionError(f"{pid} still lives")
 
 
-def _raise(error: BaseException) -> None:
+def _raise(error):
     raise error
 
 
-def test_what_it_returns_comes_back() -> None:
+def test_what_it_returns_comes_back():
     assert run_isolated(lambda: {"pid": os.getpid()}, 10)["pid"] != os.getpid()
     assert run_isolated(lambda: b"x" * 10_000_000, 10) == b"x" * 10_000_000, "more than a pipe holds"
 
@@ -57,13 +54,13 @@ def test_what_it_returns_comes_back() -> None:
 @pytest.mark.parametrize(
     "error", [OSError(5, "Input/output error", "/x"), CommitError(3, 1, "disk full"), NoAnswer(7.0), KeyError("a")]
 )
-def test_what_it_raises_comes_back(error: Exception) -> None:
+def test_what_it_raises_comes_back(error):
     with pytest.raises(type(error)) as raised:
         run_isolated(lambda: _raise(error), 10)
     assert str(raised.value) == str(error)
 
 
-def test_an_error_that_cannot_travel_comes_as_text() -> None:
+def test_an_error_that_cannot_travel_comes_as_text():
     class Local(Exception):
         pass
 
@@ -71,8 +68,8 @@ def test_an_error_that_cannot_travel_comes_as_text() -> None:
         run_isolated(lambda: _raise(Local("what it was")), 10)
 
 
-def test_silence_ends_at_the_limit_and_leaves_nothing(tmp_path: Path) -> None:
-    def hang() -> None:
+def test_silence_ends_at_the_limit_and_leaves_nothing(tmp_path):
+    def hang():
         with IsolatedProcess(lambda pipe: time.sleep(60)) as other:
             (tmp_path / "pids").write_text(f"{os.getpid()} {other.pid}")
             time.sleep(60)
@@ -89,18 +86,18 @@ def test_silence_ends_at_the_limit_and_leaves_nothing(tmp_path: Path) -> None:
     ("number", "told"),
     [(signal.SIGKILL, r"killed by SIGKILL \(out of memory\?\)"), (signal.SIGSEGV, "killed by SIGSEGV")],
 )
-def test_death_is_told_with_its_signal(number: int, told: str) -> None:
+def test_death_is_told_with_its_signal(number, told):
     with pytest.raises(Died, match=told):
         run_isolated(lambda: os.kill(os.getpid(), number), 10)
 
 
-def test_an_exit_with_no_result_is_told() -> None:
+def test_an_exit_with_no_result_is_told():
     with pytest.raises(Died, match="exit code 3"):
         run_isolated(lambda: os._exit(3), 10)
 
 
-def test_ctrl_c_of_the_caller_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pids: list[int] = []
+def test_ctrl_c_of_the_caller_ends_it(monkeypatch):
+    pids = []
     end = IsolatedProcess.end
     monkeypatch.setattr(IsolatedProcess, "end", lambda self: (pids.append(self.pid), end(self)))
     signal.signal(signal.SIGALRM, lambda number, frame: _raise(KeyboardInterrupt()))
@@ -114,8 +111,8 @@ def test_ctrl_c_of_the_caller_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _wait_for_death(pids[0])
 
 
-def test_it_has_no_terminal_no_output_and_plain_signals() -> None:
-    def look() -> dict[str, Any]:
+def test_it_has_no_terminal_no_output_and_plain_signals():
+    def look():
         print("this must not be seen", flush=True)
         links = {str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in (0, 1, 2)}
         return {"links": links, "session": os.getsid(0) == os.getpid(), "int": signal.getsignal(signal.SIGINT)}
@@ -124,8 +121,8 @@ def test_it_has_no_terminal_no_output_and_plain_signals() -> None:
     assert found == {"links": {os.devnull}, "session": True, "int": signal.SIG_DFL}
 
 
-def test_it_dies_with_its_parent(tmp_path: Path) -> None:
-    def parent() -> None:
+def test_it_dies_with_its_parent(tmp_path):
+    def parent():
         child = IsolatedProcess(lambda pipe: time.sleep(60))
         (tmp_path / "pid").write_text(str(child.pid))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -135,10 +132,10 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     _wait_for_death(int((tmp_path / "pid").read_text()))
 
 
-def test_what_may_outlive_is_left_to_finish(tmp_path: Path) -> None:
+def test_what_may_outlive_is_left_to_finish(tmp_path):
     done = tmp_path / "done"
 
-    def work() -> None:
+    def work():
         time.sleep(0.4)
         done.touch()
 
@@ -150,7 +147,7 @@ def test_what_may_outlive_is_left_to_finish(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_nobody_waits_for_one_that_cannot_be_killed(tmp_path: Path) -> None:
+def test_nobody_waits_for_one_that_cannot_be_killed(tmp_path):
     told = tmp_path / "pid"
     began = time.monotonic()
     ran = subprocess.run([sys.executable, "-c", UNKILLABLE, str(told)], capture_output=True, text=True, timeout=30)
@@ -164,8 +161,8 @@ def test_nobody_waits_for_one_that_cannot_be_killed(tmp_path: Path) -> None:
     assert seconds < 20
 
 
-def test_another_process_answers_and_its_errors_are_raised() -> None:
-    def serve(pipe: Any) -> None:
+def test_another_process_answers_and_its_errors_are_raised():
+    def serve(pipe):
         pipe.send(pipe.recv() + 1)
         pipe.send(OSError(5, "Input/output error"))
         os._exit(4)
@@ -181,7 +178,7 @@ def test_another_process_answers_and_its_errors_are_raised() -> None:
         other.receive(0.05)
 
 
-def test_no_descriptor_is_lost() -> None:
+def test_no_descriptor_is_lost():
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for _ in range(3):
         run_isolated(lambda: None, 10)

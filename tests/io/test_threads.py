@@ -1,7 +1,5 @@
 """Work that is shared out, and work in two halves: each piece once, the first error, no thread that stays."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -16,21 +14,21 @@ from ckptman.io.threads import relay, share_out
 MIB = 1024 * 1024
 
 
-def threads_of_ours() -> list[str]:
+def threads_of_ours():
     return [thread.name for thread in threading.enumerate() if thread.name == "ckptman-io"]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 100])
 @pytest.mark.parametrize(("fetchers", "finishers"), [(1, 1), (3, 1), (2, 4)])
-def test_each_piece_is_fetched_and_then_finished_once(count: int, fetchers: int, finishers: int) -> None:
-    finished: list[tuple[int, str]] = []
+def test_each_piece_is_fetched_and_then_finished_once(count, fetchers, finishers):
+    finished = []
 
-    def fetch(number: int, scratch: memoryview) -> str:
+    def fetch(number, scratch):
         assert len(scratch) >= MIB
         scratch[:4] = number.to_bytes(4, "little")
         return f"fetched {number}"
 
-    def finish(number: int, scratch: memoryview, fetched: str) -> None:
+    def finish(number, scratch, fetched):
         assert scratch[:4] == number.to_bytes(4, "little"), "another piece lies in this memory"
         finished.append((number, fetched))
 
@@ -39,24 +37,24 @@ def test_each_piece_is_fetched_and_then_finished_once(count: int, fetchers: int,
     assert not threads_of_ours()
 
 
-def test_the_next_are_fetched_while_one_is_finished() -> None:
+def test_the_next_are_fetched_while_one_is_finished():
     others = threading.Barrier(4, timeout=60)
 
-    def fetch(number: int, scratch: memoryview) -> None:
+    def fetch(number, scratch):
         if number in (1, 2, 3):
             others.wait()
 
-    def finish(number: int, scratch: memoryview, fetched: None) -> None:
+    def finish(number, scratch, fetched):
         if number == 0:
             others.wait()
 
     relay(4, fetch, finish, first_threads=3, then_threads=1, scratch_bytes=1)
 
 
-def test_no_more_memory_than_there_are_threads() -> None:
-    places: set[int] = set()
+def test_no_more_memory_than_there_are_threads():
+    places = set()
 
-    def fetch(number: int, scratch: memoryview) -> None:
+    def fetch(number, scratch):
         places.add(id(scratch))
 
     relay(50, fetch, lambda number, scratch, fetched: None, first_threads=3, then_threads=2, scratch_bytes=1)
@@ -66,18 +64,18 @@ def test_no_more_memory_than_there_are_threads() -> None:
 @pytest.mark.parametrize("half", ["fetch", "finish"])
 @pytest.mark.parametrize("at", [0, 7, 39])
 @pytest.mark.parametrize(("fetchers", "finishers"), [(1, 1), (3, 1), (2, 3)])
-def test_the_first_error_ends_both_halves(half: str, at: int, fetchers: int, finishers: int) -> None:
-    fetched: list[int] = []
+def test_the_first_error_ends_both_halves(half, at, fetchers, finishers):
+    fetched = []
 
-    def fail(which: str, number: int) -> None:
+    def fail(which, number):
         if which == half and number == at:
             raise LookupError(f"{which} {number}")
 
-    def fetch(number: int, scratch: memoryview) -> None:
+    def fetch(number, scratch):
         fetched.append(number)
         fail("fetch", number)
 
-    def finish(number: int, scratch: memoryview, result: None) -> None:
+    def finish(number, scratch, result):
         fail("finish", number)
 
     with pytest.raises(LookupError, match=f"{half} {at}"):
@@ -86,8 +84,8 @@ def test_the_first_error_ends_both_halves(half: str, at: int, fetchers: int, fin
     assert not threads_of_ours()
 
 
-def test_an_error_everywhere_is_raised_once() -> None:
-    def fail(*arguments: object) -> None:
+def test_an_error_everywhere_is_raised_once():
+    def fail(*arguments):
         raise LookupError("no")
 
     for fetch in (fail, lambda number, scratch: None):
@@ -96,8 +94,8 @@ def test_an_error_everywhere_is_raised_once() -> None:
     assert not threads_of_ours()
 
 
-def test_an_interrupt_ends_both_halves() -> None:
-    def finish(number: int, scratch: memoryview, fetched: None) -> None:
+def test_an_interrupt_ends_both_halves():
+    def finish(number, scratch, fetched):
         if threading.current_thread() is threading.main_thread():
             signal.raise_signal(signal.SIGINT)
 
@@ -107,11 +105,11 @@ def test_an_interrupt_ends_both_halves() -> None:
 
 
 @pytest.mark.parametrize("interrupts", [1, 3])
-def test_an_interrupt_while_the_last_piece_is_waited_for(interrupts: int) -> None:
+def test_an_interrupt_while_the_last_piece_is_waited_for(interrupts):
     """Whoever is at it may write to a file that is closed then."""
     main, ended = threading.get_ident(), list[int]()
 
-    def work(number: int, scratch: memoryview) -> None:
+    def work(number, scratch):
         if threading.get_ident() == main:
             time.sleep(0.1)  # the other piece is another thread's
             return
@@ -127,17 +125,17 @@ def test_an_interrupt_while_the_last_piece_is_waited_for(interrupts: int) -> Non
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_an_interrupt_between_two_waits_leaves_no_thread_at_work(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_between_two_waits_leaves_no_thread_at_work(at, monkeypatch):
     """Where others compute, it waits there for its turn, and so Ctrl-C comes there more often than one would think."""
     asked, is_alive, ended = [], threading.Thread.is_alive, list[int]()
 
-    def interrupted(self: threading.Thread) -> bool:
+    def interrupted(self):
         asked.append(self)
         if len(asked) == at:
             raise KeyboardInterrupt
         return is_alive(self)
 
-    def work(number: int, scratch: memoryview) -> None:
+    def work(number, scratch):
         time.sleep(0.1 * number)
         ended.append(number)
 
@@ -150,13 +148,11 @@ def test_an_interrupt_between_two_waits_leaves_no_thread_at_work(at: int, monkey
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_an_interrupt_while_threads_start_leaves_none_at_work(
-    at: int, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_threads_start_leaves_none_at_work(at, late, monkeypatch):
     """Else they write to a file that is closed: to whatever has its descriptor by then."""
     started, start, worked = [], threading.Thread.start, list[int]()
 
-    def interrupted(self: threading.Thread) -> None:
+    def interrupted(self):
         started.append(self)
         if len(started) != at:
             start(self)
@@ -165,11 +161,11 @@ def test_an_interrupt_while_threads_start_leaves_none_at_work(
             start(self)
         raise KeyboardInterrupt
 
-    def work(number: int, scratch: memoryview, *_: object) -> None:
+    def work(number, scratch, *_):
         time.sleep(0.001)
         worked.append(number)
 
-    def by_halves() -> None:
+    def by_halves():
         relay(1000, work, work, first_threads=3, then_threads=2, scratch_bytes=1)
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
@@ -187,17 +183,17 @@ def test_an_interrupt_while_threads_start_leaves_none_at_work(
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2])
-def test_with_fewer_threads_all_is_done(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_fewer_threads_all_is_done(allowed, monkeypatch):
     started, start = [], threading.Thread.start
 
-    def sometimes(self: threading.Thread) -> None:
+    def sometimes(self):
         if len(started) == allowed:
             raise RuntimeError("can't start new thread")
         started.append(self)
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", sometimes)
-    finished: list[int] = []
+    finished = []
     relay(
         20,
         lambda number, scratch: number,
@@ -213,7 +209,7 @@ def test_with_fewer_threads_all_is_done(allowed: int, monkeypatch: pytest.Monkey
     assert sorted(finished) == list(range(20))
 
 
-def test_large_scratch_is_not_kept() -> None:
+def test_large_scratch_is_not_kept():
     relay(
         9, lambda *_: None, lambda *_: None, first_threads=3, then_threads=1, scratch_bytes=parallel.COLD_STRIDE_BYTES
     )
@@ -221,10 +217,10 @@ def test_large_scratch_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])
-def test_with_less_memory_all_is_done(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_less_memory_all_is_done(room, monkeypatch):
     made = list[memoryview]()
 
-    def little(size: int) -> memoryview:
+    def little(size):
         if len(made) == room:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         made.append(memoryview(bytearray(size)))
@@ -246,8 +242,8 @@ def test_with_less_memory_all_is_done(room: int, monkeypatch: pytest.MonkeyPatch
     assert sorted(done) == sorted([*range(20), *range(20)])
 
 
-def test_without_any_memory_that_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(size: int) -> memoryview:
+def test_without_any_memory_that_is_the_error(monkeypatch):
+    def none(size):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(parallel, "_borrow", none)

@@ -1,7 +1,5 @@
 """Waiting for another thread: wake-ups arrive, and Ctrl-C at any moment of a wait leaves nothing locked."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading
@@ -9,11 +7,11 @@ import time
 
 import pytest
 
-from ckptman.io.threads import Flag, Task, Wakeup, Worker
+from ckptman.io.threads import Flag, Wakeup, Worker
 
 
-def test_a_worker_does_one_task_after_the_other_and_hands_on_what_they_raise() -> None:
-    seen: list[int] = []
+def test_a_worker_does_one_task_after_the_other_and_hands_on_what_they_raise():
+    seen = []
     with Worker("test") as worker:
         tasks = [worker.submit(seen.append, number) for number in range(10)]
         failing = worker.submit(lambda: 1 // 0)
@@ -26,7 +24,7 @@ def test_a_worker_does_one_task_after_the_other_and_hands_on_what_they_raise() -
         worker.submit(int)
 
 
-def test_several_threads_that_wait_are_all_woken() -> None:
+def test_several_threads_that_wait_are_all_woken():
     flag, woken = Flag(), list[int]()
     threads = [threading.Thread(target=lambda n=n: flag.wait() and woken.append(n)) for n in range(4)]
     for each in threads:
@@ -39,26 +37,26 @@ def test_several_threads_that_wait_are_all_woken() -> None:
     assert not flag.wait(0.01)
 
 
-def test_a_wakeup_that_came_before_the_wait_is_not_lost() -> None:
+def test_a_wakeup_that_came_before_the_wait_is_not_lost():
     wakeup, ready = Wakeup(), [True]
     wakeup.notify()
     wakeup.notify()
     assert wakeup.wait_for(lambda: ready[0], 0.0)
 
 
-def test_interrupts_at_any_moment_of_a_wait_leave_nothing_locked() -> None:
+def test_interrupts_at_any_moment_of_a_wait_leave_nothing_locked():
     """A thread interrupts the main one again and again while it waits for tasks; each is waited for to its end."""
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     rng, over, main = random.Random(seed), threading.Event(), threading.get_ident()
     armed, interrupted = list[bool](), list[int]()
 
-    def interrupt() -> None:
+    def interrupt():
         while not over.is_set():
             time.sleep(rng.uniform(0, 0.001))
             signal.pthread_kill(main, signal.SIGINT)
 
-    def handler(signum: int, _frame: object) -> None:
+    def handler(signum, _frame):
         """Raise within the block that catches it only: once, and not between two of its rounds."""
         if armed:
             armed.clear()
@@ -72,7 +70,7 @@ def test_interrupts_at_any_moment_of_a_wait_leave_nothing_locked() -> None:
     try:
         thread.start()
         for _ in range(500):
-            task: Task[int] | None = None
+            task = None
             while task is None or not task.done():
                 try:
                     armed.append(True)
@@ -95,12 +93,10 @@ def test_interrupts_at_any_moment_of_a_wait_leave_nothing_locked() -> None:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the thread runs", "after"])
-def test_an_interrupt_while_the_thread_starts_leaves_one_that_works(
-    before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_the_thread_starts_leaves_one_that_works(before, monkeypatch):
     start = threading.Thread.start
 
-    def interrupted(thread: threading.Thread) -> None:
+    def interrupted(thread):
         if not before:
             start(thread)
         raise KeyboardInterrupt
@@ -111,7 +107,7 @@ def test_an_interrupt_while_the_thread_starts_leaves_one_that_works(
         with pytest.raises(KeyboardInterrupt):
             worker.submit(lambda: None)
 
-    def alone() -> bool:
+    def alone():
         running.append(1)
         time.sleep(0.01)
         return len(running) == running.pop() == 1

@@ -1,9 +1,6 @@
 """Removing folders: no faster than wanted, and never what a link points to."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +10,7 @@ from ckptman.io.durable_files import DISK, remove_by_file
 from ckptman.io.throttled_delete import ThrottledDelete
 
 
-def tree(folder: Path, files: int = 5) -> Path:
+def tree(folder, files=5):
     folder.mkdir()
     for number in range(files):
         (folder / str(number)).touch()
@@ -22,10 +19,10 @@ def tree(folder: Path, files: int = 5) -> Path:
     return folder
 
 
-def test_no_faster_than_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_faster_than_it_is_wanted(tmp_path, monkeypatch):
     now, slept = [100.0], list[float]()
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         slept.append(seconds)
         now[0] += seconds
 
@@ -37,7 +34,7 @@ def test_no_faster_than_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert slept == pytest.approx([0.1] * 9)
 
 
-def test_links_are_removed_and_never_followed(tmp_path: Path) -> None:
+def test_links_are_removed_and_never_followed(tmp_path):
     precious = tree(tmp_path / "precious")
     folder = tree(tmp_path / "folder")
     (folder / "to-a-folder").symlink_to(precious)
@@ -48,7 +45,7 @@ def test_links_are_removed_and_never_followed(tmp_path: Path) -> None:
     assert len(list(precious.iterdir())) == 6
 
 
-def test_what_is_no_folder_is_removed_and_never_waited_for(tmp_path: Path) -> None:
+def test_what_is_no_folder_is_removed_and_never_waited_for(tmp_path):
     for name in ("pipe", "folder/pipe"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         os.mkfifo(tmp_path / name)

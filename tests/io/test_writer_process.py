@@ -1,14 +1,10 @@
 """A process writes what threads would have written; where there is none, or it dies, threads do."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -27,19 +23,19 @@ SIZE = 3 * STRIDE_BYTES + 777
 
 
 @pytest.fixture(autouse=True)
-def _small_files_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_files_too(monkeypatch):
     monkeypatch.setattr(writer_process, "LEAST_BYTES", 0)
 
 
 @pytest.fixture
-def process() -> Iterator[WriterProcess]:
+def process():
     made = WriterProcess()
     yield made
     made.close()
 
 
 @pytest.fixture
-def source() -> Iterator[tuple[Shared, bytes]]:
+def source():
     memory, fd = shared_memory(SIZE)
     data = np.random.default_rng(0).standard_normal(SIZE // 4 + 1, dtype=np.float32).tobytes()[:SIZE]
     memory[:] = data
@@ -48,14 +44,12 @@ def source() -> Iterator[tuple[Shared, bytes]]:
     memory.release()
 
 
-def child_of(process: WriterProcess) -> psutil.Process:
+def child_of(process):
     assert process._running is not None
     return psutil.Process(process._running[1].pid)
 
 
-def test_what_it_writes_is_what_the_memory_holds(
-    folder: Path, process: WriterProcess, source: tuple[Shared, bytes]
-) -> None:
+def test_what_it_writes_is_what_the_memory_holds(folder, process, source):
     shared, data = source
     for name in ("x", "y"):
         written = process.write(folder / name, shared, disk=DISK)
@@ -69,7 +63,7 @@ def test_what_it_writes_is_what_the_memory_holds(
     assert not child.is_running()
 
 
-def test_nan_is_found(folder: Path, process: WriterProcess, source: tuple[Shared, bytes]) -> None:
+def test_nan_is_found(folder, process, source):
     shared, _ = source
     with os.fdopen(os.dup(shared.fd), "r+b") as memory:
         memory.seek(STRIDE_BYTES)
@@ -79,7 +73,7 @@ def test_nan_is_found(folder: Path, process: WriterProcess, source: tuple[Shared
     assert scan.found == {"b"}
 
 
-def test_signals_of_the_job_are_not_for_it(folder: Path, process: WriterProcess, source: tuple[Shared, bytes]) -> None:
+def test_signals_of_the_job_are_not_for_it(folder, process, source):
     shared, data = source
     process.write(folder / "x", shared, disk=DISK)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
@@ -88,7 +82,7 @@ def test_signals_of_the_job_are_not_for_it(folder: Path, process: WriterProcess,
     assert (folder / "y").read_bytes() == data
 
 
-def test_where_it_was_killed_threads_write(folder: Path, process: WriterProcess, source: tuple[Shared, bytes]) -> None:
+def test_where_it_was_killed_threads_write(folder, process, source):
     shared, _ = source
     process.write(folder / "x", shared, disk=DISK)
     child_of(process).kill()
@@ -98,18 +92,14 @@ def test_where_it_was_killed_threads_write(folder: Path, process: WriterProcess,
     assert process.write(folder / "y", shared, disk=DISK) is None, "it is not tried again"
 
 
-def test_where_it_cannot_be_started_threads_write(
-    folder: Path, process: WriterProcess, source: tuple[Shared, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_it_cannot_be_started_threads_write(folder, process, source, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(folder / "no-such-python"))
     with pytest.warns(RuntimeWarning, match="threads write them from now on"):
         assert process.write(folder / "x", source[0], disk=DISK) is None
     assert not (folder / "x").exists()
 
 
-def test_an_error_of_the_disk_is_raised_here(
-    folder: Path, process: WriterProcess, source: tuple[Shared, bytes]
-) -> None:
+def test_an_error_of_the_disk_is_raised_here(folder, process, source):
     shared, _ = source
     process.write(folder / "x", shared, disk=DISK)
     child_of(process).rlimit(psutil.RLIMIT_FSIZE, (STRIDE_BYTES, STRIDE_BYTES))
@@ -118,16 +108,14 @@ def test_an_error_of_the_disk_is_raised_here(
     assert caught.value.filename == str(folder / "y")
 
 
-def until(true: Callable[[], bool]) -> None:
+def until(true):
     end = time.monotonic() + 20
     while not true():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_the_last_file_is_kept_in_the_page_cache_and_no_other(
-    tmp_path: Path, process: WriterProcess, source: tuple[Shared, bytes]
-) -> None:
+def test_the_last_file_is_kept_in_the_page_cache_and_no_other(tmp_path, process, source):
     shared, data = source
     files = [tmp_path / name for name in "abc"]
     for path in files:
@@ -149,14 +137,14 @@ def test_the_last_file_is_kept_in_the_page_cache_and_no_other(
     assert (tmp_path / "d").read_bytes() == data
 
 
-def test_it_is_started_to_keep_what_others_wrote(tmp_path: Path, process: WriterProcess) -> None:
+def test_it_is_started_to_keep_what_others_wrote(tmp_path, process):
     DISK.write_file(tmp_path / "x", bytes(SIZE))
     drop_from_cache(tmp_path / "x")
     process.keep_cached(tmp_path / "x")
     until(lambda: resident_share(tmp_path / "x") > 0.9)
 
 
-def test_keeping_a_file_fails_nothing(tmp_path: Path, process: WriterProcess, source: tuple[Shared, bytes]) -> None:
+def test_keeping_a_file_fails_nothing(tmp_path, process, source):
     shared, _ = source
     process.keep_cached(tmp_path / "none")
     assert process.write(tmp_path / "x", shared, disk=DISK) is not None
@@ -169,7 +157,7 @@ def test_keeping_a_file_fails_nothing(tmp_path: Path, process: WriterProcess, so
     assert process._running is None, "nor is it started again"
 
 
-def test_another_disk_is_left_to_threads(folder: Path, process: WriterProcess, source: tuple[Shared, bytes]) -> None:
+def test_another_disk_is_left_to_threads(folder, process, source):
     assert process.write(folder / "x", source[0], disk=Disk()) is None
     assert process._running is None
 
@@ -191,7 +179,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_it_leaves_when_its_parent_was_killed(folder: Path) -> None:
+def test_it_leaves_when_its_parent_was_killed(folder):
     command = [sys.executable, "-c", ORPHAN, str(folder / "x")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
         assert parent.stdout is not None
@@ -203,7 +191,7 @@ def test_it_leaves_when_its_parent_was_killed(folder: Path) -> None:
     assert not child.is_running()
 
 
-def test_a_fork_ends_nothing(folder: Path, process: WriterProcess, source: tuple[Shared, bytes]) -> None:
+def test_a_fork_ends_nothing(folder, process, source):
     shared, data = source
     process.write(folder / "x", shared, disk=DISK)
     pid = os.fork()

@@ -1,10 +1,8 @@
 """What may be missing in a checkpoint, and unexpected in it: state that changes between two attempts of a run."""
 
-from __future__ import annotations
-
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +25,21 @@ State = dict[str, Any]
 Way = Callable[..., Any]
 
 
-def restore(state: State, path: Path, **patterns: Any) -> None:
+def restore(state, path, **patterns):
     with ckptman.Checkpointer(path.parent, state, deadline=None) as checkpointer:
         checkpointer.restore(1, **patterns)
 
 
-def restore_path(state: State, path: Path, **patterns: Any) -> None:
+def restore_path(state, path, **patterns):
     with ckptman.Checkpointer(path.parent / "other", state, deadline=None) as checkpointer:
         checkpointer.restore(path=path, **patterns)
 
 
-def load(state: State, path: Path, **patterns: Any) -> ckptman.Skipped:
+def load(state, path, **patterns):
     return ckptman.load(state, path, **{"unexpected": [], **patterns})
 
 
-def accept(way: Way, state: State, path: Path, **patterns: Any) -> tuple[str, Any]:
+def accept(way, state, path, **patterns):
     """Load as the error says that it can be; what it said, and what was returned."""
     before = content(state)
     with pytest.raises(ckptman.MismatchError) as caught:
@@ -53,11 +51,11 @@ def accept(way: Way, state: State, path: Path, **patterns: Any) -> tuple[str, An
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "step-0000000001"
 
 
-def content(state: State) -> State:
+def content(state):
     """Bit for bit what is in a state."""
     shot = snapshot(state, 0)
     return {name: (each.dtype, each.tolist()) for name, each in shot.tensors.items()} | shot.objects
@@ -66,18 +64,18 @@ def content(state: State) -> State:
 class Net(nn.Module):
     """A trunk, and what some tests add to it."""
 
-    def __init__(self, **more: nn.Module) -> None:
+    def __init__(self, **more):
         super().__init__()
         self.trunk = nn.Linear(3, 3)
         for name, each in more.items():
             self.add_module(name, each)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.trunk(x)
         return x + sum(each(x) for name, each in self.named_children() if name != "trunk")
 
 
-def run(steps: int = 0, groups: Callable[[Net], Iterable[Any]] = Net.parameters, **more: nn.Module) -> State:
+def run(steps=0, groups=Net.parameters, **more):
     """A model and its Adam, after so many steps."""
     model = Net(**more)
     state = {"model": model, "optimizer": torch.optim.AdamW(groups(model), lr=0.1)}
@@ -88,14 +86,14 @@ def run(steps: int = 0, groups: Callable[[Net], Iterable[Any]] = Net.parameters,
     return state
 
 
-def test_patterns_name_entries_and_all_that_is_under_them() -> None:
+def test_patterns_name_entries_and_all_that_is_under_them():
     for pattern, name in ("ema", "ema.a.b"), ("ema.*", "ema"), ("*.lora", "m.0.lora.w"), ("epo?h", "epoch"):
         assert matches(pattern, name), (pattern, name)
     for pattern, name in ("ema", "ema2"), ("m.head", "m.header.w"), ("epoch.x", "epoch"):
         assert not matches(pattern, name), (pattern, name)
 
 
-def test_patterns_are_short_and_name_nothing_else() -> None:
+def test_patterns_are_short_and_name_nothing_else():
     assert patterns_of(["ema.a", "ema.b", "m.0.w", "m.0.b", "m.2.w"], ["m.1.w", "m.2.b", "m"]) == (
         "ema",
         "m.0.*",
@@ -108,14 +106,14 @@ def test_patterns_are_short_and_name_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("way", [restore, restore_path, load])
-def test_what_was_added_to_the_state_stays_as_it_is(path: Path, way: Way, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_added_to_the_state_stays_as_it_is(path, way, caplog):
     caplog.set_level(logging.INFO, "ckptman")
     ckptman.save(saved := run(2), path)
     fresh = run()
     fresh |= {
         "schedule": torch.optim.lr_scheduler.ExponentialLR(fresh["optimizer"], 0.5),
         "rng": ckptman.RNGState(),
-        "data": ckptman.ResumableLoader(DataLoader(range(9), batch_size=2)),  # type: ignore[arg-type]
+        "data": ckptman.ResumableLoader(DataLoader(range(9), batch_size=2)),
         "ema": {name: torch.full_like(each, 7) for name, each in fresh["model"].named_parameters()},
         "average": nn.Linear(2, 2),
     }
@@ -134,12 +132,12 @@ def test_what_was_added_to_the_state_stays_as_it_is(path: Path, way: Way, caplog
 
 
 @pytest.mark.parametrize("groups", ["one", "first", "own"])
-def test_an_adapter_starts_fresh_and_the_rest_goes_on(path: Path, groups: str) -> None:
+def test_an_adapter_starts_fresh_and_the_rest_goes_on(path, groups):
     saved = run(3)
     saved["optimizer"].param_groups[0]["lr"] = 0.025
     ckptman.save(saved, path)
 
-    def parted(model: Net) -> list[Any]:
+    def parted(model):
         new, old = [*model.lora.parameters()], [*model.trunk.parameters()]
         return {"one": [*old, *new], "first": [*new, *old], "own": [{"params": new, "lr": 0.5}, {"params": old}]}[
             groups
@@ -159,8 +157,8 @@ def test_an_adapter_starts_fresh_and_the_rest_goes_on(path: Path, groups: str) -
 
 
 @pytest.mark.parametrize("way", [restore, load])
-def test_another_head_and_a_group_that_is_gone(path: Path, way: Way) -> None:
-    def parted(model: Net) -> list[Any]:
+def test_another_head_and_a_group_that_is_gone(path, way):
+    def parted(model):
         return [{"params": [*model.trunk.parameters()]}, {"params": [*model.old.parameters()], "lr": 0.5}]
 
     saved = run(2, parted, old=nn.Linear(3, 3)) | {"epoch": 3}
@@ -180,7 +178,7 @@ def test_another_head_and_a_group_that_is_gone(path: Path, way: Way) -> None:
         assert {"model.new.bias", "model.new.weight"} < {*skipped.missing}
 
 
-def test_state_of_a_new_parameter_that_has_some_stays(path: Path) -> None:
+def test_state_of_a_new_parameter_that_has_some_stays(path):
     ckptman.save(run(2), path)
     fresh = run(1, lora=nn.Linear(3, 3))
     own = {name: each for name, each in content(fresh).items() if "state.lora" in name}
@@ -190,10 +188,10 @@ def test_state_of_a_new_parameter_that_has_some_stays(path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", [restore, load])
-def test_another_kind_of_optimizer_starts_without_state(path: Path, way: Way) -> None:
+def test_another_kind_of_optimizer_starts_without_state(path, way):
     model = Net()
     model(torch.ones(3)).sum().backward()
-    saved: State = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)}
+    saved = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)}
     saved["optimizer"].step()
     ckptman.save(saved, path)
     fresh = run()
@@ -205,13 +203,13 @@ def test_another_kind_of_optimizer_starts_without_state(path: Path, way: Way) ->
     assert fresh["optimizer"].param_groups[0]["betas"] == (0.9, 0.999)
 
 
-def test_values_and_tensors_in_dicts_and_lists(path: Path) -> None:
+def test_values_and_tensors_in_dicts_and_lists(path):
     ckptman.save(
         {"progress": {"epoch": 3, "old": {"a": 1, "w": torch.ones(1)}, "gone": 5}, "more": [torch.ones(1)], "n": 1},
         path,
     )
     best, second = torch.zeros(2), torch.zeros(1)
-    fresh: State = {"progress": {"epoch": 0, "best": {"w": best, "step": 7}}, "more": [torch.zeros(1), second], "n": 0}
+    fresh = {"progress": {"epoch": 0, "best": {"w": best, "step": 7}}, "more": [torch.zeros(1), second], "n": 0}
     told, _ = accept(restore, fresh, path)
     assert 'restore(missing=["more.1", "progress.best.w"])' in told
     assert fresh["progress"]["best"] == {"w": best, "step": 7}
@@ -224,7 +222,7 @@ def test_values_and_tensors_in_dicts_and_lists(path: Path) -> None:
     assert fresh == {"progress": {"epoch": 3, "gone": 5, "loss": 2.5}, "more": [], "n": 1}
 
 
-def test_each_attempt_of_a_chain_gives_the_same_patterns(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_attempt_of_a_chain_gives_the_same_patterns(path, caplog):
     """After the first save nothing is missing or unexpected any more."""
     caplog.set_level(logging.INFO, "ckptman")
     ckptman.save(run(1) | {"epoch": 4}, path)
@@ -246,7 +244,7 @@ def test_each_attempt_of_a_chain_gives_the_same_patterns(path: Path, caplog: pyt
     assert told.endswith("; missing in it, and as before: ema; left in it: epoch")
 
 
-def test_patterns_that_cannot_be_meant(path: Path) -> None:
+def test_patterns_that_cannot_be_meant(path):
     ckptman.save({"schedule": 1, "epoch": 2}, path)
     for way in restore, load:
         for patterns, told in (
@@ -262,7 +260,7 @@ def test_patterns_that_cannot_be_meant(path: Path) -> None:
         assert state == {"schedule": 1, "epoch": 2}
 
 
-def test_a_typing_error_is_told_on_a_fresh_start(tmp_path: Path) -> None:
+def test_a_typing_error_is_told_on_a_fresh_start(tmp_path):
     state = {"model": Net(), "progress": {"epoch": 0}}
     with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
         with pytest.raises(ckptman.ConfigError, match=r'missing=\["prgress.best"\] names nothing .* mean progress\?'):
@@ -270,7 +268,7 @@ def test_a_typing_error_is_told_on_a_fresh_start(tmp_path: Path) -> None:
         assert checkpointer.restore(missing=["*.lora_A", "progress.best"], unexpected=["old"]) == 0
 
 
-def test_what_has_another_shape_cannot_be_accepted(path: Path) -> None:
+def test_what_has_another_shape_cannot_be_accepted(path):
     ckptman.save(run(1), path)
     for way in restore, load:
         fresh = run()
@@ -284,9 +282,9 @@ def test_what_has_another_shape_cannot_be_accepted(path: Path) -> None:
         assert "What is different cannot be accepted" in str(caught.value)
 
 
-def test_load_says_what_it_skipped(path: Path) -> None:
+def test_load_says_what_it_skipped(path):
     ckptman.save({"a": {"x": 1, "y": 2}, "b": torch.ones(1), "c": [1]}, path)
-    state: State = {"a": {"x": 0}}
+    state = {"a": {"x": 0}}
     skipped = ckptman.load(state, path)
     assert (skipped.missing, skipped.unexpected) == ((), ("a.y", "b", "c"))
     assert not ckptman.load({"a": {"x": 0, "y": 0}, "b": torch.zeros(1), "c": []}, path)
@@ -298,7 +296,7 @@ def test_load_says_what_it_skipped(path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("way", [restore_path, load])
-def test_what_plain_dcp_saved(path: Path, way: Way) -> None:
+def test_what_plain_dcp_saved(path, way):
     saved = run(2) | {"epoch": 3, "seen": {5: 1}}
     flat = {"model": saved["model"].state_dict(), **{name: saved[name] for name in ("epoch", "seen")}}
     flat["optimizer"] = dcp.state_dict.get_optimizer_state_dict(saved["model"], saved["optimizer"])
@@ -314,7 +312,7 @@ def test_what_plain_dcp_saved(path: Path, way: Way) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_model_without_a_name_as_torchtitan_saves_it(path: Path) -> None:
+def test_a_model_without_a_name_as_torchtitan_saves_it(path):
     saved = Net(old=nn.Linear(3, 3))
     dcp.save(dict(saved.state_dict()), checkpoint_id=path, no_dist=True)
     fresh = {"model": Net(new=nn.Linear(3, 3)), "epoch": 5}
@@ -328,13 +326,13 @@ def test_a_model_without_a_name_as_torchtitan_saves_it(path: Path) -> None:
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
 
-def on_two_ranks(folder: str) -> list[str]:
+def on_two_ranks(folder):
     """Ranks with other patterns, and a name that only one of them has."""
     rank, path, told = dist.get_rank(), Path(folder, "step-0000000001"), []
     ckptman.save({f"stage{rank}": {"w": torch.full((2,), rank)}, "epoch": 1}, path)
 
-    def attempt(way: Way, **patterns: Any) -> State:
-        state: State = {f"stage{rank}": {"w": torch.full((2,), 7)}, "epoch": 0, **({"ema": {"w": 5}} if rank else {})}
+    def attempt(way, **patterns):
+        state = {f"stage{rank}": {"w": torch.full((2,), 7)}, "epoch": 0, **({"ema": {"w": 5}} if rank else {})}
         try:
             way(state, path, **patterns)
         except ckptman.CkptmanError as error:
@@ -354,7 +352,7 @@ def on_two_ranks(folder: str) -> list[str]:
     return told
 
 
-def test_ranks_accept_the_same(tmp_path: Path) -> None:
+def test_ranks_accept_the_same(tmp_path):
     first, second = run_ranks(2, on_two_ranks, str(tmp_path), fresh=True)
     assert first == second
     assert [each.partition(":")[0] for each in first] == 2 * [
@@ -366,17 +364,17 @@ def test_ranks_accept_the_same(tmp_path: Path) -> None:
     assert 'rank 0 accepts () and rank 1 (missing=["ema"])' in first[0]
 
 
-def adapt(root: str, patterns: dict[str, list[str]] | None) -> list[State]:
+def adapt(root, patterns):
     """Go on with a sharded model, with an adapter where there are patterns. What it holds after restore, and after."""
     torch.manual_seed(len(patterns or ()))
     model = Net(**({} if patterns is None else {"lora": nn.Linear(3, 3)}))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for each in (*model.children(), model):
         fully_shard(each, mesh=mesh)  # three rows
-    state: State = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
     state |= {} if patterns is None else {"ema": {"w": torch.ones(3)}}
 
-    def whole() -> State:
+    def whole():
         tensors = snapshot(state, 0).tensors
         return {
             name: (each.full_tensor() if isinstance(each, DTensor) else each).tolist() for name, each in tensors.items()
@@ -393,14 +391,14 @@ def adapt(root: str, patterns: dict[str, list[str]] | None) -> list[State]:
     return found
 
 
-def adapt_unless_it_fits(root: str) -> str:
+def adapt_unless_it_fits(root):
     with pytest.raises(ckptman.MismatchError) as caught:
         adapt(root, {})
     return caught.value.call
 
 
 @pytest.mark.slow
-def test_a_sharded_model_gets_an_adapter(tmp_path: Path) -> None:
+def test_a_sharded_model_gets_an_adapter(tmp_path):
     """From two ranks to two, and with the same patterns on to one."""
     root, patterns = str(tmp_path), {"missing": ["*.lora", "ema"]}
     _, saved = run_ranks(2, adapt, root, None)[0]

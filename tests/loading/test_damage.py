@@ -1,14 +1,10 @@
 """A checkpoint that is not what was saved is refused: which file, which block, which tensor, and what to do."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
 import os
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
 from ckptman.io.checksums import digest_bytes
-from tests.dcp.test_values import State, load, noise, save
+from tests.dcp.test_values import load, noise, save
 from tests.helpers.faulty_disk import rewrite
 from tests.helpers.ranks import run_ranks
 
@@ -28,7 +24,7 @@ DESCRIPTIONS = ("index.json", "chunks.bin", "blocks-00000.bin")
 with_both_readers = pytest.mark.parametrize("reader", ["StorageReader", "ckptman.load"])
 
 
-def tensors() -> State:
+def tensors():
     return {
         "first": noise(torch.float32, 1000),
         "large": noise(torch.bfloat16, 900, 1100),
@@ -36,11 +32,11 @@ def tensors() -> State:
     }
 
 
-def blank() -> State:
+def blank():
     return {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
 
 
-def unwrapped(error: BaseException) -> BaseException:
+def unwrapped(error):
     """What DCP wraps: on each rank it raises the errors of all."""
     if isinstance(error, dcp.api.CheckpointException):
         error = next(iter(error.failures.values()))[0]
@@ -50,7 +46,7 @@ def unwrapped(error: BaseException) -> BaseException:
     return error
 
 
-def refusal(path: Path | str, state: State, reader: str) -> str:
+def refusal(path, state, reader):
     """The text of the CorruptError that a load ends with; it must have left the tensors alone or say so."""
     try:
         load(state, path, reader)
@@ -65,11 +61,11 @@ def refusal(path: Path | str, state: State, reader: str) -> str:
     return text
 
 
-def tells_what_to_do(text: str) -> bool:
+def tells_what_to_do(text):
     return "older checkpoint" in text or "ckptman verify" in text
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path, at):
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -77,18 +73,18 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 0x10]))
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
+def bytes_of(tensor):
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def block_bytes(path: Path) -> int:
+def block_bytes(path):
     return int(json.loads((path / "manifest.json").read_bytes())["block_bytes"])
 
 
 @with_both_readers
 @pytest.mark.parametrize("place", ["first byte", "middle", "last byte"])
 @pytest.mark.parametrize("name", ["first", "large", "last"])
-def test_one_changed_bit(tmp_path: Path, name: str, place: str, reader: str) -> None:
+def test_one_changed_bit(tmp_path, name, place, reader):
     path, payload = tmp_path / "x", bytes_of(tensors()[name])
     save(tensors(), path, "StorageWriter")
     begin = (path / DATA).read_bytes().index(payload)
@@ -102,7 +98,7 @@ def test_one_changed_bit(tmp_path: Path, name: str, place: str, reader: str) -> 
 
 
 @with_both_readers
-def test_a_changed_bit_in_what_nobody_asks_for_harms_nobody(tmp_path: Path, reader: str) -> None:
+def test_a_changed_bit_in_what_nobody_asks_for_harms_nobody(tmp_path, reader):
     path, whole = tmp_path / "x", tensors()
     save(whole, path, "StorageWriter")
     flip(path / DATA, (path / DATA).read_bytes().index(bytes_of(whole["large"])) + 900 * 1100)
@@ -112,16 +108,16 @@ def test_a_changed_bit_in_what_nobody_asks_for_harms_nobody(tmp_path: Path, read
     assert bytes_of(state["last"]) == bytes_of(whole["last"])
 
 
-def resize(path: Path, by: int) -> None:
+def resize(path, by):
     os.truncate(path, max(0, path.stat().st_size + by))
 
 
-def put_folder(path: Path) -> None:
+def put_folder(path):
     path.unlink()
     path.mkdir()
 
 
-SIZES: dict[str, Callable[[Path], None]] = {
+SIZES = {
     "a byte less": lambda path: resize(path, -1),
     "a block less": lambda path: resize(path, -4096),
     "empty": lambda path: os.truncate(path, 0),
@@ -136,7 +132,7 @@ in_all_sizes = pytest.mark.parametrize("size", SIZES)
 @with_both_readers
 @in_all_sizes
 @pytest.mark.parametrize("file", [DATA, *DESCRIPTIONS])
-def test_a_file_of_another_size(tmp_path: Path, file: str, size: str, reader: str) -> None:
+def test_a_file_of_another_size(tmp_path, file, size, reader):
     path = tmp_path / "x"
     save(tensors(), path, "StorageWriter")
     SIZES[size](path / file)
@@ -150,7 +146,7 @@ def test_a_file_of_another_size(tmp_path: Path, file: str, size: str, reader: st
 
 @with_both_readers
 @pytest.mark.parametrize("file", [*DESCRIPTIONS, "manifest.json"])
-def test_one_changed_bit_in_a_description(tmp_path: Path, file: str, reader: str) -> None:
+def test_one_changed_bit_in_a_description(tmp_path, file, reader):
     path = tmp_path / "x"
     save(tensors(), path, "StorageWriter")
     size = (path / file).stat().st_size
@@ -163,7 +159,7 @@ def test_one_changed_bit_in_a_description(tmp_path: Path, file: str, reader: str
     load(blank(), path, reader)
 
 
-def forge(path: Path, file: str, data: bytes) -> None:
+def forge(path, file, data):
     """Put other bytes in place of a file as a program does that keeps the manifest right."""
     files = json.loads((path / "manifest.json").read_bytes())["files"]
     (path / file).write_bytes(data)
@@ -174,7 +170,7 @@ def forge(path: Path, file: str, data: bytes) -> None:
 @with_both_readers
 @pytest.mark.parametrize("column", [0, 1, 3, 4, 5])
 @pytest.mark.parametrize("value", [-1, 2**40, -(2**63)])
-def test_a_chunk_table_that_points_elsewhere(tmp_path: Path, column: int, value: int, reader: str) -> None:
+def test_a_chunk_table_that_points_elsewhere(tmp_path, column, value, reader):
     """File, container, payload, offset, size: each impossible, with every digest right."""
     path = tmp_path / "x"
     save(tensors(), path, "StorageWriter")
@@ -191,7 +187,7 @@ def test_a_chunk_table_that_points_elsewhere(tmp_path: Path, column: int, value:
 
 
 @with_both_readers
-def test_an_index_that_does_not_fit_its_table(tmp_path: Path, reader: str) -> None:
+def test_an_index_that_does_not_fit_its_table(tmp_path, reader):
     path = tmp_path / "x"
     save(tensors(), path, "StorageWriter")
     original = (path / "index.json").read_bytes()
@@ -211,7 +207,7 @@ def test_an_index_that_does_not_fit_its_table(tmp_path: Path, reader: str) -> No
 
 @with_both_readers
 @pytest.mark.parametrize("shape", [[2**70], [2**40, 2**40], [2**62], [-1, -1000], [0, 2**80]])
-def test_shapes_that_nobody_has(tmp_path: Path, shape: list[int], reader: str) -> None:
+def test_shapes_that_nobody_has(tmp_path, shape, reader):
     """Nothing is added up that wraps around, and no memory is taken for it."""
     path = tmp_path / "x"
     save(tensors(), path, "StorageWriter")
@@ -230,11 +226,11 @@ def test_shapes_that_nobody_has(tmp_path: Path, shape: list[int], reader: str) -
 
 
 @with_both_readers
-def test_an_error_of_the_disk(tmp_path: Path, reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_disk(tmp_path, reader, monkeypatch):
     path = tmp_path / "x"
     save(tensors(), path, "StorageWriter")
 
-    def broken(*args: object) -> int:
+    def broken(*args):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", broken)
@@ -245,24 +241,24 @@ def test_an_error_of_the_disk(tmp_path: Path, reader: str, monkeypatch: pytest.M
 
 @with_both_readers
 @pytest.mark.parametrize("size", ["a block less", "empty", "missing"])
-def test_what_plain_dcp_wrote_may_be_cut_too(tmp_path: Path, size: str, reader: str) -> None:
+def test_what_plain_dcp_wrote_may_be_cut_too(tmp_path, size, reader):
     path = tmp_path / "x"
     save(tensors(), path, "dcp")
     SIZES[size](path / DATA)
     assert DATA in refusal(path, blank(), reader)
 
 
-def save_rows(path: str) -> None:
+def save_rows(path):
     save(rows(fill=True), path, "StorageWriter")
 
 
-def rows(fill: bool) -> State:
+def rows(fill):
     whole = noise(torch.float32, 2048, 300) * fill
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {"rows": distribute_tensor(whole.nan_to_num(1), mesh, [Shard(0)], src_data_rank=None)}
 
 
-def be_refused(path: str, reader: str) -> tuple[str, str]:
+def be_refused(path, reader):
     """What this rank is told, and what all errors together say."""
     state = rows(fill=False)
     try:
@@ -277,7 +273,7 @@ def be_refused(path: str, reader: str) -> tuple[str, str]:
 
 @pytest.mark.slow
 @with_both_readers
-def test_what_one_rank_cannot_read_is_told_to_all(tmp_path: Path, reader: str) -> None:
+def test_what_one_rank_cannot_read_is_told_to_all(tmp_path, reader):
     path = tmp_path / "x"
     run_ranks(2, save_rows, str(path))
     flip(path / "__1_0.distcp", (path / "__1_0.distcp").stat().st_size // 2)
@@ -288,11 +284,11 @@ def test_what_one_rank_cannot_read_is_told_to_all(tmp_path: Path, reader: str) -
         assert tells_what_to_do(text)
 
 
-def open_run(root: Path, state: State) -> ckptman.Checkpointer:
+def open_run(root, state):
     return ckptman.Checkpointer(root, state, deadline=None)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES = {
     "payload": lambda path: flip(path / DATA, (path / DATA).stat().st_size // 2),
     "size": lambda path: resize(path / DATA, -1),
     "grown": lambda path: resize(path / DATA, 1),
@@ -305,8 +301,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_run_goes_back_to_the_checkpoint_before(tmp_path: Path, damage: str) -> None:
-    state: State = {"x": tensors(), "epoch": 1}
+def test_a_run_goes_back_to_the_checkpoint_before(tmp_path, damage):
+    state = {"x": tensors(), "epoch": 1}
     with open_run(tmp_path, state) as checkpointer:
         checkpointer.save(1)
         checkpointer.wait()
@@ -315,7 +311,7 @@ def test_a_run_goes_back_to_the_checkpoint_before(tmp_path: Path, damage: str) -
         checkpointer.save(2)
     newest = tmp_path / "step-0000000002"
     DAMAGES[damage](newest)
-    fresh: State = {"x": blank(), "epoch": 0}
+    fresh = {"x": blank(), "epoch": 0}
     with (
         pytest.warns(RuntimeWarning, match="skipping the checkpoint of step 2") as warned,
         open_run(tmp_path, fresh) as run,
@@ -333,7 +329,7 @@ def test_a_run_goes_back_to_the_checkpoint_before(tmp_path: Path, damage: str) -
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_who_loads_what_has_lost_its_manifest_is_told_that_nothing_was_checked(tmp_path: Path) -> None:
+def test_who_loads_what_has_lost_its_manifest_is_told_that_nothing_was_checked(tmp_path):
     ckptman.save({"x": torch.arange(5.0)}, tmp_path / "x")
     (tmp_path / "x" / "manifest.json").unlink()
     state = {"x": torch.zeros(5)}
@@ -345,10 +341,10 @@ def test_who_loads_what_has_lost_its_manifest_is_told_that_nothing_was_checked(t
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_mount_that_goes_away_under_a_reader_of_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mount_that_goes_away_under_a_reader_of_dcp(tmp_path, monkeypatch):
     ckptman.save({"x": torch.arange(5.0)}, tmp_path / "x")
 
-    def gone(*_: object) -> int:
+    def gone(*_):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     monkeypatch.setattr(os, "preadv", gone)

@@ -1,10 +1,6 @@
 """`ckptman.read`: what was saved, with nothing to fill, and no more of it than was asked for."""
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ import ckptman
 from ckptman.format.paths import data_name
 
 
-def _state() -> dict[str, Any]:
+def _state():
     return {
         "model": {"0.weight": torch.arange(12.0).reshape(3, 4), "0.bias": torch.ones(3, dtype=torch.bfloat16)},
         "optimizer": {"state": {"0.weight": {"exp_avg": torch.full((3, 4), 2.0), "step": torch.tensor(5.0)}}},
@@ -26,7 +22,7 @@ def _state() -> dict[str, Any]:
     }
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one, other):
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -36,12 +32,12 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def test_everything_comes_back_nested_as_it_was_saved(tmp_path: Path) -> None:
+def test_everything_comes_back_nested_as_it_was_saved(tmp_path):
     ckptman.save(_state(), tmp_path / "x")
     assert _equal(ckptman.read(tmp_path / "x"), _state())
 
 
-def test_what_plain_dcp_wrote_is_read_too(tmp_path: Path) -> None:
+def test_what_plain_dcp_wrote_is_read_too(tmp_path):
     state = {name: value for name, value in _state().items() if name not in ("empty", "pair")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it is saved by one process
@@ -59,24 +55,24 @@ def test_what_plain_dcp_wrote_is_read_too(tmp_path: Path) -> None:
         ("*.bias", {"model": ["0.bias"]}),
     ],
 )
-def test_only_takes_patterns_of_flat_names(tmp_path: Path, only: Any, keys: dict[str, Any]) -> None:
+def test_only_takes_patterns_of_flat_names(tmp_path, only, keys):
     ckptman.save(_state(), tmp_path / "x")
     found = ckptman.read(tmp_path / "x", only)
     assert {key: list(each) if isinstance(each, dict) else each for key, each in found.items()} == keys
 
 
-def test_in_a_list_none_stands_for_what_is_not_wanted(tmp_path: Path) -> None:
+def test_in_a_list_none_stands_for_what_is_not_wanted(tmp_path):
     ckptman.save(_state(), tmp_path / "x")
     assert _equal(ckptman.read(tmp_path / "x", "history.1.*"), {"history": [None, {"lr": 0.5}]})
 
 
-def test_a_pattern_that_matches_nothing_is_an_error_that_names_what_there_is(tmp_path: Path) -> None:
+def test_a_pattern_that_matches_nothing_is_an_error_that_names_what_there_is(tmp_path):
     ckptman.save(_state(), tmp_path / "x")
     with pytest.raises(ckptman.ConfigError, match=r"only='modle\.\*' matches nothing in .*, which holds model\.0\."):
         ckptman.read(tmp_path / "x", ["model.*", "modle.*"])
 
 
-def test_damage_is_found_in_what_is_read_and_only_there(tmp_path: Path) -> None:
+def test_damage_is_found_in_what_is_read_and_only_there(tmp_path):
     state = {"good": torch.ones(300_000), "bad": torch.ones(3_000_000)}  # of two blocks of digests at least
     ckptman.save(state, tmp_path / "x")
     data = tmp_path / "x" / data_name(0)
@@ -90,7 +86,7 @@ def test_damage_is_found_in_what_is_read_and_only_there(tmp_path: Path) -> None:
     assert not torch.equal(ckptman.read(tmp_path / "x", verify=False)["bad"], state["bad"])
 
 
-def test_a_root_means_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_root_means_its_newest_checkpoint(tmp_path):
     model = nn.Linear(2, 2)
     policy = ckptman.EverySteps(1)
     with ckptman.Checkpointer(tmp_path / "run", {"model": model, "rng": ckptman.RNGState()}, save_policy=policy) as run:
@@ -104,7 +100,7 @@ def test_a_root_means_its_newest_checkpoint(tmp_path: Path) -> None:
     model.load_state_dict(ckptman.read(tmp_path / "run", "model")["model"])
 
 
-def test_where_there_is_no_checkpoint_it_says_so(tmp_path: Path) -> None:
+def test_where_there_is_no_checkpoint_it_says_so(tmp_path):
     with pytest.raises(ckptman.NotFoundError, match="holds none that counts"):
         ckptman.read(tmp_path)
     with pytest.raises(ckptman.NotFoundError):
@@ -115,7 +111,7 @@ def test_where_there_is_no_checkpoint_it_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_quantized_tensor_comes_back_with_its_scales(tmp_path: Path) -> None:
+def test_a_quantized_tensor_comes_back_with_its_scales(tmp_path):
     quantized = torch.quantize_per_tensor(torch.tensor([0.5, 1.0]), 0.5, 1, torch.qint8)
     ckptman.save({"w": quantized}, tmp_path / "x")
     (found,) = ckptman.read(tmp_path / "x").values()

@@ -3,8 +3,6 @@
 Each attack here did its harm once, to torch, to numpy or to us.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -14,8 +12,6 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +35,7 @@ from tests.helpers.checkpoints import commit
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Path:
+def plain(tmp_path):
     path = tmp_path / "plain"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -47,17 +43,17 @@ def plain(tmp_path: Path) -> Path:
     return path
 
 
-def saved(value: Any) -> bytes:
+def saved(value):
     out = io.BytesIO()
     torch.save(value, out)
     return out.getvalue()
 
 
-def loaded(value: Any) -> Any:
+def loaded(value):
     return load_plain(io.BytesIO(saved(value)), "the value x")
 
 
-def refused(data: bytes, why: str = "was refused") -> None:
+def refused(data, why="was refused"):
     with pytest.raises(ckptman.CorruptError, match=why):
         load_plain(io.BytesIO(data), "the value x")
 
@@ -92,7 +88,7 @@ SCALARS = [
 ]
 
 
-def older(container: bytes) -> bytes:
+def older(container):
     """The same as numpy 1 has pickled it."""
     with zipfile.ZipFile(io.BytesIO(container)) as archive:
         pickled = archive.read("archive/data.pkl")
@@ -101,7 +97,7 @@ def older(container: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_an_array_comes_back_bit_for_bit(name: str) -> None:
+def test_an_array_comes_back_bit_for_bit(name):
     value = ARRAYS[name]
     kept = pickle.loads(pickle.dumps(value, 2))
     for container in (saved(value), older(saved(value))):
@@ -117,15 +113,15 @@ def test_an_array_comes_back_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", SCALARS, ids=repr)
-def test_a_number_of_numpy_comes_back_bit_for_bit(value: Any) -> None:
+def test_a_number_of_numpy_comes_back_bit_for_bit(value):
     for container in (saved(value), older(saved(value))):
         found = load_plain(io.BytesIO(container), "x")
         assert (type(found), found.dtype, found.tobytes()) == (type(value), value.dtype, value.tobytes())
 
 
-def test_values_of_numpy_are_found_wherever_they_are() -> None:
+def test_values_of_numpy_are_found_wherever_they_are():
     one = np.arange(3)
-    holder: list[Any] = [one, (1, (one, [one])), {"a": one, 2: {"b": (one,)}}, np.dtype(">f4")]
+    holder = [one, (1, (one, [one])), {"a": one, 2: {"b": (one,)}}, np.dtype(">f4")]
     holder.append(holder)
     found = loaded(holder)
     first = found[0]
@@ -139,14 +135,14 @@ def test_values_of_numpy_are_found_wherever_they_are() -> None:
     again.set_state(loaded(state))
     assert again.rand() == np.random.RandomState(7).rand()
     weights = torch.nn.Parameter(torch.ones(2))
-    weights.note = one  # type: ignore[attr-defined]
+    weights.note = one
     assert type(loaded({"w": weights})["w"].note) is np.ndarray
 
 
 @pytest.mark.parametrize(
     "value", [b"", b"raw\xff", bytearray(), bytearray(b"\0\xff"), "latin1", ("x", "latin1"), 2**99]
 )
-def test_other_values_are_as_before(value: Any) -> None:
+def test_other_values_are_as_before(value):
     assert loaded([value, {"a": value}]) == [value, {"a": value}]
     for protocol in range(6):
         check_pickle(pickle.dumps([value, value], protocol))
@@ -154,19 +150,19 @@ def test_other_values_are_as_before(value: Any) -> None:
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", POINTERS)
-def test_numpy_is_given_nothing_to_follow(name: str) -> None:
+def test_numpy_is_given_nothing_to_follow(name):
     refused(container_of(POINTERS[name]), "nothing of it was run")
     refused(container_of(whole(b"]" + POINTERS[name][2:-1] + b"a")), "nothing of it was run")
 
 
-def test_what_the_attacks_are_made_of_does_load() -> None:
+def test_what_the_attacks_are_made_of_does_load():
     """A test of the tests above: with a state that numpy writes, the same instructions make an array."""
     state = b"K\x03" + text(">") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00"
     found = load_plain(io.BytesIO(container_of(whole(array(dtype("i4", state), b"\0\0\1\0")))), "x")
     assert found == np.array([256], ">i4")
 
 
-def test_what_others_call_safe_of_numpy_is_not_safe_here() -> None:
+def test_what_others_call_safe_of_numpy_is_not_safe_here():
     """torch has one list for the whole process. It is as it was afterwards, and in force for what is not of numpy."""
     theirs = [np.dtype, np.ndarray, (np.dtype, "numpy.dtype"), type(np.dtype("O")), type(np.dtype("V8")), Fraction]
     with torch.serialization.safe_globals(theirs):
@@ -182,19 +178,19 @@ def test_what_others_call_safe_of_numpy_is_not_safe_here() -> None:
 class Fraction:
     """Something that a user has called safe."""
 
-    def __init__(self, part: Any) -> None:
+    def __init__(self, part):
         self.part = part
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", SLOW)
-def test_bytes_are_written_in_one_encoding_and_no_other(name: str) -> None:
+def test_bytes_are_written_in_one_encoding_and_no_other(name):
     refused(container_of(SLOW[name]), "nothing of it was run")
     with pytest.raises(HostilePickle):
         check_pickle(SLOW[name])
 
 
-def test_a_unit_of_time_is_one_of_numpys() -> None:
+def test_a_unit_of_time_is_one_of_numpys():
     numbers = b"K\x04" + text("<") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00"
     for unit, count in ((b"ns]f8", b"K\x01"), (b"parsecs", b"K\x01"), (b"s", b"J\xff\xff\xff\xff"), (b"s", text("1"))):
         times = b"(N(" + latin(unit) + count + b"K\x01K\x01tt"
@@ -202,7 +198,7 @@ def test_a_unit_of_time_is_one_of_numpys() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_a_sparse_tensor_points_to_none_but_its_own_elements() -> None:
+def test_a_sparse_tensor_points_to_none_but_its_own_elements():
     good = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
     for value in (good.to_sparse_coo(), good.to_sparse_csr()):
         assert torch.equal(loaded(value).to_dense(), good)
@@ -225,7 +221,7 @@ def test_a_sparse_tensor_points_to_none_but_its_own_elements() -> None:
         "a module that torch loads late",
     ],
 )
-def test_what_is_described_leaves_the_folder_by_no_trick(plain: Path, name: str, monkeypatch: Any) -> None:
+def test_what_is_described_leaves_the_folder_by_no_trick(plain, name, monkeypatch):
     (plain.parent / "outside").mkdir()
     (plain.parent / "outside" / "precious").write_bytes((plain / "__0_0.distcp").read_bytes())
     monkeypatch.setenv("CKPTMAN_FAULTS_OUTSIDE", str(plain.parent / "outside"))
@@ -237,7 +233,7 @@ def test_what_is_described_leaves_the_folder_by_no_trick(plain: Path, name: str,
     assert dcp_metadata._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value == 0
 
 
-def test_a_pickle_can_change_nothing_but_what_it_makes() -> None:
+def test_a_pickle_can_change_nothing_but_what_it_makes():
     """Whatever else it can get hold of has no attributes: so it stays, whoever writes a new version of it."""
     module = "torch.distributed.checkpoint.metadata"
     made = {
@@ -263,7 +259,7 @@ def test_a_pickle_can_change_nothing_but_what_it_makes() -> None:
 
 
 @pytest.mark.slow
-def test_what_torch_loads_late_stays_unloaded(tmp_path: Path) -> None:
+def test_what_torch_loads_late_stays_unloaded(tmp_path):
     """In a process of its own: the others may have it already."""
     (tmp_path / ".metadata").write_bytes(b"\x80\x02ctorch\n_inductor\n.")
     lines = [
@@ -287,7 +283,7 @@ def test_what_torch_loads_late_stays_unloaded(tmp_path: Path) -> None:
 # ---- archives ----------------------------------------------------------------------------------------------------
 
 
-def test_torch_and_zipfile_read_the_same_archive() -> None:
+def test_torch_and_zipfile_read_the_same_archive():
     data = hostile_foreign.two_directories(2)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.read("archive/data.pkl") == b"\x80\x02K\x05."
@@ -295,7 +291,7 @@ def test_torch_and_zipfile_read_the_same_archive() -> None:
     refused(data, "not an archive from its first byte")
 
 
-def test_torch_reads_the_pickle_that_was_checked() -> None:
+def test_torch_reads_the_pickle_that_was_checked():
     """What does not begin with an archive is read by torch as it was of old: from its first byte."""
     data = hostile_foreign.behind_a_pickle(whole(b"K\x07"))
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -303,7 +299,7 @@ def test_torch_reads_the_pickle_that_was_checked() -> None:
     refused(data, "not an archive from its first byte")
 
 
-def test_an_archive_ends_where_its_directory_does() -> None:
+def test_an_archive_ends_where_its_directory_does():
     data = saved({"a": torch.ones(3)})
     assert len(records(io.BytesIO(data))) == 7
     end, locator = len(data) - 22, len(data) - 42
@@ -330,7 +326,7 @@ def test_an_archive_ends_where_its_directory_does() -> None:
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_no_link_is_followed_out_of_the_folder(plain: Path, name: str) -> None:
+def test_no_link_is_followed_out_of_the_folder(plain, name):
     """A copy of another checkpoint would be loaded: of somebody who may not read it, by a run that may."""
     secret = plain.parent / "secret"
     shutil.copytree(plain, secret)
@@ -349,7 +345,7 @@ def test_no_link_is_followed_out_of_the_folder(plain: Path, name: str) -> None:
 
 
 @pytest.mark.timeout(20)
-def test_a_link_to_itself_is_refused(plain: Path) -> None:
+def test_a_link_to_itself_is_refused(plain):
     (plain / "__0_0.distcp").unlink()
     (plain / "__0_0.distcp").symlink_to("__0_0.distcp")
     with pytest.raises((ckptman.CorruptError, OSError)):
@@ -357,7 +353,7 @@ def test_a_link_to_itself_is_refused(plain: Path) -> None:
 
 
 @pytest.mark.timeout(20)
-def test_no_pipe_is_waited_for_where_digests_are_compared(tmp_path: Path) -> None:
+def test_no_pipe_is_waited_for_where_digests_are_compared(tmp_path):
     for name in ("a", "b"):
         ckptman.save({"x": torch.ones(5), "y": torch.full((5,), float(name == "a"))}, tmp_path / name)
     (tmp_path / "a" / "blocks-00000.bin").unlink()
@@ -367,7 +363,7 @@ def test_no_pipe_is_waited_for_where_digests_are_compared(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(20)
-def test_a_place_opens_files_and_nothing_else(tmp_path: Path) -> None:
+def test_a_place_opens_files_and_nothing_else(tmp_path):
     entry = commit(tmp_path, 1)
     original = LocalBackend(tmp_path).open(entry)
     file, size = original.open("index.json"), original.facts.sizes["index.json"]
@@ -379,7 +375,7 @@ def test_a_place_opens_files_and_nothing_else(tmp_path: Path) -> None:
         original.open("index.json")
 
 
-def test_the_attacks_are_pickles() -> None:
+def test_the_attacks_are_pickles():
     """A test of the tests: what is refused is refused for what it asks, and not for being cut short."""
     for name, data in {**SLOW, **POINTERS}.items():
         assert BOMBS[name] == data

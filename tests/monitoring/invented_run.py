@@ -30,20 +30,20 @@ class InventedRun:
     durable_step: int = 0
     attempt: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.random = random.Random(self.seed)
         self.begun = self.now
-        self._trained: list[tuple[int, float]] = []
+        self._trained = []
         """Steps that count so far, with the seconds each took."""
 
-    def pass_time(self, kind: Kind, seconds: float) -> None:
+    def pass_time(self, kind, seconds):
         self.truth[kind] += seconds
         self.now += seconds
 
-    def note(self, event: str, **fields: Any) -> None:
+    def note(self, event, **fields):
         self.events.append({"time": self.now, "event": event, "attempt": self.attempt, **fields})
 
-    def job(self, ending: str, steps: int, *, idle: float = 0.0) -> None:
+    def job(self, ending, steps, *, idle=0.0):
         """One job from its submission to its end, with `steps` steps before the end comes."""
         self.pass_time("idle", idle)
         submitted, job_id = self.now, str(len(self.jobs) + 1)
@@ -59,14 +59,14 @@ class InventedRun:
             self.pass_time("starting" if ending in ("in vain", "no run") else "ending", self.random.uniform(0.5, 5))
         self.jobs.append(JobTimes(job_id, submitted, begun, self.now, reason=ending))
 
-    def finish(self) -> None:
+    def finish(self):
         self.job("finished", 250)
 
-    def roll_back(self, step: int) -> None:
+    def roll_back(self, step):
         self.events.append({"time": self.now, "event": "rolled_back", "step": step})
         self.durable_step = step
 
-    def _attempt(self, job_id: str, ending: str, steps: int) -> None:
+    def _attempt(self, job_id, ending, steps):
         self.attempt += 1
         process = self.now
         self.pass_time("starting", self.random.uniform(5, 200))
@@ -103,7 +103,7 @@ class InventedRun:
                 self.note("progress", step=step, stall_seconds=stalled, metrics={"loss": 1 / step})
         self._end(ending, step)
 
-    def _end(self, ending: str, step: int) -> None:
+    def _end(self, ending, step):
         if ending in ("stopped", "finished"):
             self.note("save_begun", step=step, reason="the end")
             self.pass_time("saving", self.stall_seconds)
@@ -123,19 +123,19 @@ class InventedRun:
         elif ending == "restarted":
             self.pass_time("repeated", 0.5)
 
-    def _train(self, step: int) -> None:
+    def _train(self, step):
         took = self.random.uniform(0.97, 1.03) * self.step_seconds
         self._trained.append((step, took))
         self.pass_time("training", took)
 
-    def _lose_after(self, step: int) -> None:
+    def _lose_after(self, step):
         for _, seconds in [each for each in self._trained if each[0] > step]:
             self.truth["training"] -= seconds
             self.truth["repeated"] += seconds
         self._trained = [each for each in self._trained if each[0] <= step]
 
 
-def invented(seed: int, attempts: int = 24) -> InventedRun:
+def invented(seed, attempts=24):
     """A run with every kind of end, a rollback in its middle, and an end."""
     run = InventedRun(seed)
     endings = [*ENDINGS, *(run.random.choice(ENDINGS) for _ in range(attempts - len(ENDINGS)))]

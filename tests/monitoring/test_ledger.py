@@ -1,29 +1,26 @@
 """Where the hours went: the parts add up on every scenario, and are what really happened, or not known."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ckptman.monitoring.history import history_of
-from ckptman.monitoring.ledger import KINDS, Ledger, Now, add, make_ledger
+from ckptman.monitoring.ledger import KINDS, add, make_ledger
 from ckptman.scheduler.slurm.accounting import JobTimes
 from tests.monitoring.invented_run import InventedRun, invented
 
 ROOT = Path("root")
 
 
-def ledger_of(run: InventedRun, *, jobs: bool = True, now: float | None = None, is_now: Now = "over") -> Ledger:
+def ledger_of(run, *, jobs=True, now=None, is_now="over"):
     history = history_of(ROOT, run.events, run.jobs if jobs else ())
     return make_ledger(history, run.now if now is None else now, is_now=is_now)
 
 
-def check_whole(ledger: Ledger) -> None:
+def check_whole(ledger):
     """The parts add up to the whole, in all and for each attempt, and no moment is counted twice."""
     assert sum(ledger.seconds.values()) == pytest.approx(ledger.total_seconds, abs=1e-3)
     assert sum(sum(each.seconds.values()) for each in ledger.attempts) == pytest.approx(ledger.total_seconds, abs=1e-3)
@@ -32,7 +29,7 @@ def check_whole(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_kind_of_end(seed: int) -> None:
+def test_every_kind_of_end(seed):
     run = invented(seed)
     ledger = ledger_of(run)
     check_whole(ledger)
@@ -45,7 +42,7 @@ def test_every_kind_of_end(seed: int) -> None:
     assert ledger.seconds["unknown"] == 0
 
 
-def test_without_the_records_of_a_chain_waiting_is_not_known() -> None:
+def test_without_the_records_of_a_chain_waiting_is_not_known():
     run = invented(1)
     ledger = ledger_of(run, jobs=False)
     check_whole(ledger)
@@ -54,7 +51,7 @@ def test_without_the_records_of_a_chain_waiting_is_not_known() -> None:
     assert ledger.seconds["training"] == pytest.approx(run.truth["training"], rel=0.01)
 
 
-def test_an_older_journal_does_not_say_when_a_killed_attempt_stopped_to_train() -> None:
+def test_an_older_journal_does_not_say_when_a_killed_attempt_stopped_to_train():
     run = InventedRun(3)
     run.job("killed", 330)
     run.finish()
@@ -65,7 +62,7 @@ def test_an_older_journal_does_not_say_when_a_killed_attempt_stopped_to_train() 
     assert ledger.seconds["unknown"] == pytest.approx(30 * run.step_seconds - run.durable_seconds, abs=5)
 
 
-def test_a_run_at_work() -> None:
+def test_a_run_at_work():
     run = InventedRun(4)
     run.job("stopped", 300)
     run.job("killed", 250)
@@ -79,7 +76,7 @@ def test_a_run_at_work() -> None:
     assert quiet.seconds["hung"] == pytest.approx(1000, abs=40)
 
 
-def test_a_rollback_makes_training_for_nothing() -> None:
+def test_a_rollback_makes_training_for_nothing():
     run = InventedRun(5)
     run.job("stopped", 300)
     before = ledger_of(run).seconds["training"]
@@ -91,7 +88,7 @@ def test_a_rollback_makes_training_for_nothing() -> None:
     assert ledger_of(run).seconds["training"] == pytest.approx(before, rel=0.05)
 
 
-def test_saves_to_memory_are_counted_though_the_journal_does_not_tell_of_each() -> None:
+def test_saves_to_memory_are_counted_though_the_journal_does_not_tell_of_each():
     run = InventedRun(6)
     run.job("stopped", 300)
     known = ledger_of(run).seconds["saving"]
@@ -103,7 +100,7 @@ def test_saves_to_memory_are_counted_though_the_journal_does_not_tell_of_each() 
     assert ledger.seconds["saving"] == pytest.approx(known + 11, abs=0.1)
 
 
-def test_causes_and_advice() -> None:
+def test_causes_and_advice():
     run = InventedRun(7)
     for ending in ("stopped", "killed", "failed"):
         run.job(ending, 500)
@@ -119,7 +116,7 @@ def test_causes_and_advice() -> None:
     assert add([ledger, ledger])["training"] == 2 * ledger.seconds["training"]
 
 
-def test_several_runs_in_one_journal() -> None:
+def test_several_runs_in_one_journal():
     run, other = InventedRun(8), InventedRun(9, now=1_780_000_000.0)
     run.job("stopped", 200)
     other.job("killed", 200)
@@ -133,7 +130,7 @@ def test_several_runs_in_one_journal() -> None:
     assert "other" in ledger.notes[0]
 
 
-def test_a_clock_that_jumps() -> None:
+def test_a_clock_that_jumps():
     run = InventedRun(10)
     run.job("killed", 200)
     run.job("stopped", 200)
@@ -145,7 +142,7 @@ def test_a_clock_that_jumps() -> None:
 
 
 @pytest.mark.parametrize("which", ["one event", "the beginning", "an attempt ahead", "an attempt behind", "the last"])
-def test_a_clock_that_was_wrong_costs_no_more_than_what_it_hid(which: str) -> None:
+def test_a_clock_that_was_wrong_costs_no_more_than_what_it_hid(which):
     run = InventedRun(11)
     places = [0]
     for ending in ("stopped", "killed", "stopped"):
@@ -169,7 +166,7 @@ def test_a_clock_that_was_wrong_costs_no_more_than_what_it_hid(which: str) -> No
     assert any("clocks were off" in note for note in ledger.notes)
 
 
-def test_a_process_that_waited_for_the_root_hides_no_attempt() -> None:
+def test_a_process_that_waited_for_the_root_hides_no_attempt():
     run = InventedRun(12)
     run.job("stopped", 200)
     run.job("stopped", 200)
@@ -183,7 +180,7 @@ def test_a_process_that_waited_for_the_root_hides_no_attempt() -> None:
     assert ledger.seconds["training"] == pytest.approx(run.truth["training"], rel=0.05)
 
 
-def test_a_line_that_is_lost_loses_no_training() -> None:
+def test_a_line_that_is_lost_loses_no_training():
     run = InventedRun(13)
     run.job("stopped", 500)
     run.events = [event for event in run.events if event["event"] != "first_step"]
@@ -191,7 +188,7 @@ def test_a_line_that_is_lost_loses_no_training() -> None:
 
 
 @pytest.mark.parametrize(("is_now", "ending"), [("starting", "running"), ("over", "killed")])
-def test_a_job_that_has_begun_and_no_run_in_it(is_now: Now, ending: str) -> None:
+def test_a_job_that_has_begun_and_no_run_in_it(is_now, ending):
     run = InventedRun(14)
     run.job("stopped", 100)
     run.jobs.append(JobTimes("2", run.now, run.now + 50, None))
@@ -202,14 +199,14 @@ def test_a_job_that_has_begun_and_no_run_in_it(is_now: Now, ending: str) -> None
     assert ledger.seconds["starting"] == pytest.approx(run.truth["starting"] + more, abs=1)
 
 
-def test_a_job_that_waits_now_is_counted() -> None:
+def test_a_job_that_waits_now_is_counted():
     run = InventedRun(15)
     run.job("stopped", 100)
     ledger = ledger_of(run, now=run.now + 5000, is_now="queued")
     assert ledger.seconds["queueing"] == pytest.approx(run.truth["queueing"] + 5000, abs=1)
 
 
-def test_jobs_that_follow_each_other_at_once_are_not_taken_for_each_other() -> None:
+def test_jobs_that_follow_each_other_at_once_are_not_taken_for_each_other():
     run = InventedRun(18)
     for ending in ("killed", "killed", "stopped"):
         run.job(ending, 220)
@@ -226,14 +223,14 @@ def test_jobs_that_follow_each_other_at_once_are_not_taken_for_each_other() -> N
     assert ends[2] == jobs[2].ended
 
 
-def test_slow_steps_are_no_hang() -> None:
+def test_slow_steps_are_no_hang():
     run = InventedRun(16, step_seconds=300.0, interval_steps=10)
     run.job("killed", 25)
     run.jobs[-1] = replace(run.jobs[-1], ended=run.now + 250)
     assert ledger_of(run, now=run.now + 250).seconds["hung"] == 0
 
 
-def test_what_is_held_and_not_known_is_no_free_time() -> None:
+def test_what_is_held_and_not_known_is_no_free_time():
     run = InventedRun(17)
     run.job("killed", 120)
     run.events = [event for event in run.events if event["event"] != "progress"]
@@ -243,7 +240,7 @@ def test_what_is_held_and_not_known_is_no_free_time() -> None:
     assert ledger.held_seconds > 10_000
 
 
-def test_nothing_but_a_beginning() -> None:
+def test_nothing_but_a_beginning():
     history = history_of(ROOT, [])
     assert make_ledger(history, 1e9).total_seconds == 0
     lonely = [{"time": 1e9, "event": "attempt_started", "attempt": 1, "run_id": "r"}]
@@ -256,10 +253,10 @@ def test_nothing_but_a_beginning() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rubbish_in_the_journal(seed: int) -> None:
+def test_rubbish_in_the_journal(seed):
     print(f"seed {seed}")
     chance, run = random.Random(seed), invented(seed, attempts=8)
-    rubbish: list[Any] = [None, "x", -1, 1e300, [], {}, True, "nan", 2**70]
+    rubbish = [None, "x", -1, 1e300, [], {}, True, "nan", 2**70]
     for _ in range(300):
         event = chance.choice(run.events)
         event[chance.choice([*event])] = chance.choice(rubbish)

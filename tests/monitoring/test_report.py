@@ -1,11 +1,8 @@
 """The report of runs: what it says, and how its page looks in a real browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ HEALTH = {"figures": {"utilisation": {"min": 0.6, "median": 0.93, "max": 0.99}}}
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     run = invented(5)
     place = len(run.events) // 2
     attempt = run.events[place]["attempt"]
@@ -29,7 +26,7 @@ def root(tmp_path: Path) -> Path:
     return make_root(tmp_path / "root", run.events, [run.durable_step - 50, run.durable_step])
 
 
-def test_what_programs_read(root: Path) -> None:
+def test_what_programs_read(root):
     [report] = read_reports([root], time.time())
     data = json.loads(json.dumps(as_data(report)))
     ledger = data["ledger"]
@@ -44,7 +41,7 @@ def test_what_programs_read(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_in_a_browser(root: Path, tmp_path: Path) -> None:
+def test_the_page_in_a_browser(root, tmp_path):
     other = make_root(tmp_path / "other </script><b>", invented(6).events, [])
     page = tmp_path / "report.html"
     page.write_text(make_page(read_reports([root, other], time.time()), time.time()))
@@ -54,7 +51,7 @@ def test_the_page_in_a_browser(root: Path, tmp_path: Path) -> None:
     assert "<b>throttled" not in text
     with browser() as chromium:
         for width, scheme in ((1280, "light"), (1280, "dark"), (360, "light")):
-            with chromium.open(page, width=width, scheme=scheme) as shown:  # type: ignore[arg-type]
+            with chromium.open(page, width=width, scheme=scheme) as shown:
                 shown.assert_quiet()
                 assert shown.overflow() <= 0
                 shown.screenshot(tmp_path / f"{width}-{scheme}.png")
@@ -66,14 +63,14 @@ def test_the_page_in_a_browser(root: Path, tmp_path: Path) -> None:
             assert shown.pdf(tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
+def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     run = InventedRun(7)
     run.job("in vain", 0)
     page = make_page(read_reports([make_root(tmp_path / "root", run.events, [])], time.time()), time.time())
     assert "starting" in page
 
 
-def test_a_metric_that_is_not_finite_is_drawn_as_a_gap(tmp_path: Path) -> None:
+def test_a_metric_that_is_not_finite_is_drawn_as_a_gap(tmp_path):
     run = InventedRun(8)
     run.job("stopped", 100)
     for event in run.events[::2]:

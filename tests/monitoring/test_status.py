@@ -1,29 +1,25 @@
 """How runs stand, as their roots tell it, whatever state these are in."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ckptman.catalog.writer_lock import claim
 from ckptman.monitoring import status as status_module
-from ckptman.monitoring.status import Status, read_status
+from ckptman.monitoring.status import read_status
 from ckptman.scheduler.slurm.commands import Job
 from tests.helpers.journals import make_root, write_journal
 from tests.monitoring.invented_run import InventedRun, invented
 
 
-def status_of(root: Path, **options: Any) -> Status:
+def status_of(root, **options):
     [found] = read_status([root], time.time(), **options)
     return found
 
 
-def at_work(**fields: Any) -> list[dict[str, Any]]:
+def at_work(**fields):
     run = InventedRun(1)
     run.job("killed", 250)
     events = run.events
@@ -32,7 +28,7 @@ def at_work(**fields: Any) -> list[dict[str, Any]]:
     return [*events, {**events[-1], "step": 251, "time": events[-1]["time"] + 2}]
 
 
-def test_a_run_at_work(tmp_path: Path) -> None:
+def test_a_run_at_work(tmp_path):
     root = make_root(tmp_path / "root", at_work(), [100, 200])
     held = claim(root, "invented", None)
     try:
@@ -49,7 +45,7 @@ def test_a_run_at_work(tmp_path: Path) -> None:
     assert found.end - time.time() == pytest.approx(749 * found.step_seconds, rel=0.05)
 
 
-def test_it_was_killed_or_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_was_killed_or_is_silent(tmp_path, monkeypatch):
     root = make_root(tmp_path / "root", at_work(), [200], ago_seconds=3600)
     assert status_of(root).state == "killed"
     held = claim(root, "invented", None)
@@ -62,7 +58,7 @@ def test_it_was_killed_or_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("ending", ["finished", "stopped", "failed"])
-def test_it_has_ended(tmp_path: Path, ending: str) -> None:
+def test_it_has_ended(tmp_path, ending):
     run = InventedRun(2)
     run.job(ending, 120)
     found = status_of(make_root(tmp_path / "root", run.events, [100]))
@@ -71,11 +67,11 @@ def test_it_has_ended(tmp_path: Path, ending: str) -> None:
     assert found.end is None
 
 
-def test_its_next_job_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_next_job_waits(tmp_path, monkeypatch):
     root = make_root(tmp_path / "root", at_work(job_id="7"), [200], ago_seconds=100)
-    asked: list[set[str]] = []
+    asked = []
 
-    def queue(ids: set[str], environ: object) -> dict[str, Job]:
+    def queue(ids, environ):
         asked.append(ids)
         return {"7": Job("7", "PENDING", "Resources", "", "")}
 
@@ -87,7 +83,7 @@ def test_its_next_job_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [{"7"}]
 
 
-def test_slurm_is_asked_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_is_asked_once_for_all_runs(tmp_path, monkeypatch):
     roots = [make_root(tmp_path / str(n), at_work(job_id=str(n)), [200]) for n in range(4)]
     calls = []
     monkeypatch.setattr(status_module, "ask_queue", lambda ids, environ: calls.append(ids))
@@ -95,7 +91,7 @@ def test_slurm_is_asked_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert calls == [{"0", "1", "2", "3"}]
 
 
-def test_roots_without_a_run(tmp_path: Path) -> None:
+def test_roots_without_a_run(tmp_path):
     (tmp_path / "empty").mkdir()
     empty = status_of(tmp_path / "empty")
     assert (empty.state, empty.trouble) == ("not started", "")
@@ -113,15 +109,13 @@ def test_roots_without_a_run(tmp_path: Path) -> None:
         assert "permissions" in status_of(tmp_path / "empty").trouble
 
 
-def test_a_long_attempt_whose_beginning_is_not_in_the_end_of_its_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_attempt_whose_beginning_is_not_in_the_end_of_its_journal(tmp_path, monkeypatch):
     root = make_root(tmp_path / "root", at_work(), [200])
     monkeypatch.setattr(status_module, "_TAIL_BYTES", 500)
     assert status_of(root).step == 251
 
 
-def test_a_root_that_goes_away_between_two_looks(tmp_path: Path) -> None:
+def test_a_root_that_goes_away_between_two_looks(tmp_path):
     root = write_journal(tmp_path / "root", invented(3, 8).events)
     assert status_of(root).state == "finished"
     shutil.rmtree(root)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -21,7 +19,7 @@ quick = settings(max_examples=100, deadline=None, print_blob=True, suppress_heal
 ROUNDING = 1e-6
 
 
-def test_before_deadline_saves_once_to_measure_while_there_is_time_for_two() -> None:
+def test_before_deadline_saves_once_to_measure_while_there_is_time_for_two():
     policy = BeforeDeadline(margin_seconds=10, assumed_save_seconds=60, safety=2)
     assert policy.decide(facts(time_left_seconds=250.0)) is None
     assert policy.decide(facts(time_left_seconds=249.0)) == Decision(
@@ -30,7 +28,7 @@ def test_before_deadline_saves_once_to_measure_while_there_is_time_for_two() -> 
     )
 
 
-def test_before_deadline_measures_only_where_a_save_of_one_step_would_have_room_after_the_next_step() -> None:
+def test_before_deadline_measures_only_where_a_save_of_one_step_would_have_room_after_the_next_step():
     policy = BeforeDeadline(margin_seconds=10, assumed_save_seconds=60, safety=2)
     room = policy.decide(facts(time_left_seconds=40.0, step_seconds=10.0))  # 2 x 10 + 10 + 10
     assert room is not None
@@ -41,9 +39,9 @@ def test_before_deadline_measures_only_where_a_save_of_one_step_would_have_room_
     )
 
 
-def test_before_deadline_goes_on_while_the_first_save_is_under_way_and_leaves_when_it_takes_long() -> None:
+def test_before_deadline_goes_on_while_the_first_save_is_under_way_and_leaves_when_it_takes_long():
     policy = BeforeDeadline(margin_seconds=10, assumed_save_seconds=60, safety=2)
-    known: dict[str, Any] = {"saved_step": 5, "start_step": 4, "seconds_since_save": 20.0, "step_seconds": 5.0}
+    known = {"saved_step": 5, "start_step": 4, "seconds_since_save": 20.0, "step_seconds": 5.0}
     assert policy.decide(facts(9, time_left_seconds=65.0, **known)) is None  # 2 x (20 + 5) + 10 + 5
     assert policy.decide(facts(9, time_left_seconds=64.0, **known)) == Decision(
         "64 s left before the deadline, 65 s needed (2 x save under way of 25 s + margin of 10 s + step of 5 s)",
@@ -54,9 +52,9 @@ def test_before_deadline_goes_on_while_the_first_save_is_under_way_and_leaves_wh
     assert not failed.stop, "it is tried again"
 
 
-def test_before_deadline_learns_from_a_first_save_that_takes_longer_than_assumed() -> None:
+def test_before_deadline_learns_from_a_first_save_that_takes_longer_than_assumed():
     policy = BeforeDeadline(margin_seconds=0, assumed_save_seconds=60, safety=1)
-    known: dict[str, Any] = {"saved_step": 5, "seconds_since_save": 500.0}
+    known = {"saved_step": 5, "seconds_since_save": 500.0}
     assert policy.decide(facts(9, time_left_seconds=500.0, **known)) is None
     asked = policy.decide(facts(9, time_left_seconds=499.0, **known))
     assert asked is not None
@@ -72,21 +70,13 @@ class Save:
     failed: bool
 
 
-def attempt(
-    policy: BeforeDeadline,
-    *,
-    step_seconds: float,
-    save_seconds: float,
-    limit_seconds: float,
-    known_seconds: float | None = None,
-    failing: Collection[int] = (),
-) -> list[Save]:
+def attempt(policy, *, step_seconds, save_seconds, limit_seconds, known_seconds=None, failing=()):
     """Train until the policy stops, on a simulated clock that starts at 0, and return the saves.
 
     As the Checkpointer does: a step is decided on when the one before it ends, the first one at its own end; one save
     runs at a time; the last one waits for the one before it.
     """
-    saves: list[Save] = []
+    saves = []
     now = 0.0
     for step in count(1):
         asked = now if step > 1 else step_seconds
@@ -118,12 +108,12 @@ policies = st.builds(BeforeDeadline, st.floats(0, 60), st.floats(0.1, 300), st.f
 step_times, save_times = st.floats(0.05, 40), st.floats(0.01, 300)
 
 
-def needed(policy: BeforeDeadline, save_seconds: float) -> float:
+def needed(policy, save_seconds):
     """What a save is to have left when it begins."""
     return policy.safety * save_seconds + policy.margin_seconds
 
 
-def room_to_measure(policy: BeforeDeadline, step_seconds: float, save_seconds: float) -> float:
+def room_to_measure(policy, step_seconds, save_seconds):
     """What is to be left at the end of the first step so that the first save is measured before it must stop."""
     return (1 + policy.safety) * (save_seconds + 2 * step_seconds) + policy.margin_seconds
 
@@ -131,8 +121,8 @@ def room_to_measure(policy: BeforeDeadline, step_seconds: float, save_seconds: f
 @quick
 @given(policy=policies, step_seconds=step_times, save_seconds=save_times, limit_seconds=st.floats(1, 1000))
 def test_measuring_never_comes_later_than_leaving_would_have_and_costs_one_save(
-    policy: BeforeDeadline, step_seconds: float, save_seconds: float, limit_seconds: float
-) -> None:
+    policy, step_seconds, save_seconds, limit_seconds
+):
     times = {"step_seconds": step_seconds, "save_seconds": save_seconds, "limit_seconds": limit_seconds}
     saves = attempt(policy, **times)
     assert [each.stopped for each in saves] in ([True], [False, True])
@@ -148,8 +138,8 @@ def test_measuring_never_comes_later_than_leaving_would_have_and_costs_one_save(
     spare_seconds=st.floats(0, 2000),
 )
 def test_a_save_that_takes_no_longer_than_assumed_is_in_time_if_there_was_time_for_two(
-    policy: BeforeDeadline, step_seconds: float, share: float, spare_seconds: float
-) -> None:
+    policy, step_seconds, share, spare_seconds
+):
     save_seconds = share * policy.assumed_save_seconds
     limit_seconds = step_seconds + needed(policy, 2 * policy.assumed_save_seconds) + spare_seconds
     saves = attempt(policy, step_seconds=step_seconds, save_seconds=save_seconds, limit_seconds=limit_seconds)
@@ -158,9 +148,7 @@ def test_a_save_that_takes_no_longer_than_assumed_is_in_time_if_there_was_time_f
 
 @quick
 @given(policy=policies, step_seconds=step_times, save_seconds=save_times, limit_seconds=st.floats(1, 1000))
-def test_after_a_first_save_that_has_ended_the_last_one_is_in_time(
-    policy: BeforeDeadline, step_seconds: float, save_seconds: float, limit_seconds: float
-) -> None:
+def test_after_a_first_save_that_has_ended_the_last_one_is_in_time(policy, step_seconds, save_seconds, limit_seconds):
     saves = attempt(policy, step_seconds=step_seconds, save_seconds=save_seconds, limit_seconds=limit_seconds)
     assume(len(saves) == 2 and saves[0].durable_seconds <= saves[1].decided_seconds)
     assert limit_seconds - saves[1].decided_seconds >= needed(policy, save_seconds) - ROUNDING
@@ -174,8 +162,8 @@ def test_after_a_first_save_that_has_ended_the_last_one_is_in_time(
     spare_seconds=st.floats(0.1, 500),
 )
 def test_with_room_to_measure_each_attempt_of_a_chain_stops_where_one_would_that_knew(
-    policy: BeforeDeadline, step_seconds: float, save_seconds: float, spare_seconds: float
-) -> None:
+    policy, step_seconds, save_seconds, spare_seconds
+):
     limit_seconds = step_seconds + room_to_measure(policy, step_seconds, save_seconds) + spare_seconds
     times = {"step_seconds": step_seconds, "save_seconds": save_seconds, "limit_seconds": limit_seconds}
     first, *last = attempt(policy, **times)
@@ -197,8 +185,8 @@ def test_with_room_to_measure_each_attempt_of_a_chain_stops_where_one_would_that
     failing=st.sets(st.integers(0, 40)),
 )
 def test_whatever_fails_it_stops_while_the_margin_is_left_or_at_the_first_step(
-    policy: BeforeDeadline, step_seconds: float, save_seconds: float, limit_seconds: float, failing: set[int]
-) -> None:
+    policy, step_seconds, save_seconds, limit_seconds, failing
+):
     saves = attempt(
         policy,
         step_seconds=step_seconds,
@@ -224,14 +212,8 @@ def test_whatever_fails_it_stops_while_the_margin_is_left_or_at_the_first_step(
     later=st.floats(0, 1000),
 )
 def test_what_is_due_stays_due_and_less_time_never_undoes_a_stop(
-    policy: BeforeDeadline,
-    saved_step: int | None,
-    since: float,
-    step_seconds: float | None,
-    durable_seconds: float | None,
-    left: float,
-    later: float,
-) -> None:
+    policy, saved_step, since, step_seconds, durable_seconds, left, later
+):
     known = Facts(
         step=8,
         previous_step=7,

@@ -1,13 +1,9 @@
 """A checkpoint after which a run crashed twice at the same step is not loaded a third time."""
 
-from __future__ import annotations
-
 import errno
 import json
 import signal
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
 
 
-def attempt(number: int, *events: tuple[str, int], cause: str | None = "program") -> list[dict[str, Any]]:
+def attempt(number, *events, cause="program"):
     """The events of one attempt: its start, and pairs of a kind and a step."""
     said = [{"event": "attempt_started", "attempt": number}]
     told = {"attempt": number, "reason": "ValueError: no"} | ({"cause": cause} if cause is not None else {})
@@ -46,18 +42,18 @@ CRASHED = ("failed", 120)
         ([[CRASHED], [CRASHED]], []),  # a fresh start
     ],
 )
-def test_who_is_suspected(attempts: list[list[tuple[str, int]]], steps: list[int]) -> None:
+def test_who_is_suspected(attempts, steps):
     events = [event for number, told in enumerate(attempts, 1) for event in attempt(number, *told)]
     assert list(suspects(crashes_of(events))) == steps
 
 
 @pytest.mark.parametrize("cause", ["environment", None], ids=["environment", "a journal without causes"])
-def test_what_lies_outside_of_the_state_is_nobodys_fault(cause: str | None) -> None:
+def test_what_lies_outside_of_the_state_is_nobodys_fault(cause):
     events = [event for number in (1, 2, 3) for event in attempt(number, RESTORED, CRASHED, cause=cause)]
     assert suspects(crashes_of(events)) == {}
 
 
-def test_a_crash_before_a_step_has_ended_is_not_the_checkpoints_and_still_clears_another_one() -> None:
+def test_a_crash_before_a_step_has_ended_is_not_the_checkpoints_and_still_clears_another_one():
     at_once = [attempt(number, RESTORED, ("failed", 100)) for number in (1, 2, 3)]
     assert suspects(crashes_of([event for told in at_once for event in told])) == {}
     later = [attempt(number, ("restored", 50), ("failed", 100)) for number in (4, 5)]
@@ -65,12 +61,12 @@ def test_a_crash_before_a_step_has_ended_is_not_the_checkpoints_and_still_clears
     assert suspects(crashes_of([event for told in [*at_once, *later] for event in told])) == {}, "it is the step"
 
 
-def test_a_journal_of_other_shapes_is_read_all_the_same() -> None:
-    strange: list[dict[str, Any]] = [{"event": "failed"}, {"event": "restored", "step": "7"}, {"event": 5}, {}]
+def test_a_journal_of_other_shapes_is_read_all_the_same():
+    strange = [{"event": "failed"}, {"event": "restored", "step": "7"}, {"event": 5}, {}]
     assert crashes_of(strange) == []
 
 
-def test_the_reason_names_attempts_step_and_remedy() -> None:
+def test_the_reason_names_attempts_step_and_remedy():
     (reason,) = suspects([Crash(3, 100, 120), Crash(4, 100, 120)]).values()
     assert "attempts 3 and 4 loaded it and crashed both after step 120" in reason
     assert "allow_suspect=True" in reason
@@ -79,11 +75,11 @@ def test_the_reason_names_attempts_step_and_remedy() -> None:
 class Poisoned:
     """An application whose state of some steps makes it crash at step 5, whatever happens before."""
 
-    def __init__(self, poison: bool) -> None:
+    def __init__(self, poison):
         self.state = {"x": {"w": torch.zeros(3)}}
         self.poison = poison
 
-    def run(self, root: Path, until: int, **options: Any) -> int:
+    def run(self, root, until, **options):
         policy = ckptman.AtStep(2, 3)
         with ckptman.Checkpointer(root, self.state, save_policy=policy, deadline=None) as checkpointer:
             start = checkpointer.restore(**options)
@@ -97,7 +93,7 @@ class Poisoned:
         return start
 
 
-def test_a_run_goes_back_behind_a_checkpoint_that_crashed_it_twice(tmp_path: Path) -> None:
+def test_a_run_goes_back_behind_a_checkpoint_that_crashed_it_twice(tmp_path):
     assert Poisoned(False).run(tmp_path, 3) == 0
     for _ in range(2):
         with pytest.raises(ValueError, match="loss is NaN"):
@@ -114,7 +110,7 @@ def test_a_run_goes_back_behind_a_checkpoint_that_crashed_it_twice(tmp_path: Pat
         assert Poisoned(False).run(tmp_path, 8) == 8
 
 
-def test_saved_anew_it_is_another_one_for_a_second_restore_too(tmp_path: Path) -> None:
+def test_saved_anew_it_is_another_one_for_a_second_restore_too(tmp_path):
     Poisoned(False).run(tmp_path, 3)
     for _ in range(2):
         with pytest.raises(ValueError, match="loss is NaN"):
@@ -130,7 +126,7 @@ def test_saved_anew_it_is_another_one_for_a_second_restore_too(tmp_path: Path) -
     assert torch.equal(state["x"]["w"], torch.full((3,), 7.0))
 
 
-def test_it_is_loaded_if_asked_for(tmp_path: Path) -> None:
+def test_it_is_loaded_if_asked_for(tmp_path):
     Poisoned(False).run(tmp_path, 3)
     for _ in range(2):
         with pytest.raises(ValueError, match="loss is NaN"):
@@ -141,7 +137,7 @@ def test_it_is_loaded_if_asked_for(tmp_path: Path) -> None:
         Poisoned(True).run(tmp_path, 8, allow_suspect=True)
 
 
-def test_a_run_never_goes_back_to_step_0(tmp_path: Path) -> None:
+def test_a_run_never_goes_back_to_step_0(tmp_path):
     state = {"x": {"w": torch.zeros(3)}}
     with ckptman.Checkpointer(tmp_path, state, save_policy=ckptman.AtStep(1), deadline=None) as checkpointer:
         checkpointer.step(1)
@@ -163,7 +159,7 @@ def test_a_run_never_goes_back_to_step_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["at the first step", "later"])
-def test_two_outages_of_a_mount_leave_the_checkpoint_what_it_is(steps: int, tmp_path: Path) -> None:
+def test_two_outages_of_a_mount_leave_the_checkpoint_what_it_is(steps, tmp_path):
     Poisoned(False).run(tmp_path, 3)
     for _ in range(2):
         with (
@@ -183,7 +179,7 @@ def test_two_outages_of_a_mount_leave_the_checkpoint_what_it_is(steps: int, tmp_
 
 
 @pytest.mark.parametrize("number", [None, "2", "x", 1.5, [1], {}, True])
-def test_an_attempt_that_is_no_number_does_not_keep_a_run_from_its_checkpoints(number: object, tmp_path: Path) -> None:
+def test_an_attempt_that_is_no_number_does_not_keep_a_run_from_its_checkpoints(number, tmp_path):
     events = [{**event, "attempt": number} for _ in range(2) for event in attempt(0, RESTORED, CRASHED)]
     assert crashes_of(events) == []
     Poisoned(False).run(tmp_path, 3)
@@ -192,7 +188,7 @@ def test_an_attempt_that_is_no_number_does_not_keep_a_run_from_its_checkpoints(n
     assert Poisoned(False).run(tmp_path, 4) == 3
 
 
-def start(launch: str | None, *events: tuple[str, int]) -> list[dict[str, Any]]:
+def start(launch, *events):
     """The events of one start of the ranks, and pairs of a kind and a step."""
     return [{"event": "attempt_started", "launch": launch}, *({"event": kind, "step": step} for kind, step in events)]
 
@@ -218,18 +214,18 @@ SAVED = ("save_durable", 110)
         ([start(None, RESTORED), start("a", RESTORED), start("a", RESTORED)], 2),
     ],
 )
-def test_starts_of_one_launch_that_come_to_nothing(starts: list[list[dict[str, Any]]], count: int) -> None:
+def test_starts_of_one_launch_that_come_to_nothing(starts, count):
     assert starts_in_vain([event for told in starts for event in told], "a") == count
 
 
-def test_a_launch_ends_that_comes_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[object] = []
+def test_a_launch_ends_that_comes_to_nothing(tmp_path, monkeypatch):
+    ended = []
     monkeypatch.setattr("ckptman.checkpointer.end_launcher_at_exit", ended.append)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "4711")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "100")
     state = {"x": {"w": torch.zeros(3)}}
 
-    def killed(**options: Any) -> None:
+    def killed(**options):
         """As a rank that was killed from outside: it is the program's fault for all that anybody knows."""
         checkpointer = ckptman.Checkpointer(tmp_path, state, deadline=None)
         with checkpointer:
@@ -251,7 +247,7 @@ def test_a_launch_ends_that_comes_to_nothing(tmp_path: Path, monkeypatch: pytest
         killed()
 
 
-def test_a_planned_stop_ends_with_0_where_ranks_are_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planned_stop_ends_with_0_where_ranks_are_restarted(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "4711")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     state = {"x": {"w": torch.zeros(3)}}

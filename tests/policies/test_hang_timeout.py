@@ -1,20 +1,18 @@
 """How long a silence may be: the formula, what is learnt, and that no order of events makes a live rank look stuck."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptman.errors import ConfigError, IntervalError
-from ckptman.policies.hang_timeout import Doing, Patience, Progress, ahead_of
+from ckptman.policies.hang_timeout import Patience, Progress, ahead_of
 
 seconds = st.floats(0, 1e6)
 patiences = st.builds(Patience, st.floats(0.01, 1e5), st.floats(1, 100))
 kinds = st.sampled_from(["restore", "start", "step", "stage", "save"])
 
 
-def test_the_worked_example_of_the_docs() -> None:
+def test_the_worked_example_of_the_docs():
     patience = Patience()
     assert patience.limit_seconds("step", 4.0) == 600
     assert patience.limit_seconds("step", 420.0) == 1260
@@ -24,9 +22,7 @@ def test_the_worked_example_of_the_docs() -> None:
 
 
 @given(patiences, kinds, seconds, seconds)
-def test_the_limit_is_above_what_was_seen_and_never_falls(
-    patience: Patience, doing: Doing, first: float, more: float
-) -> None:
+def test_the_limit_is_above_what_was_seen_and_never_falls(patience, doing, first, more):
     limit = patience.limit_seconds(doing, first)
     assert limit >= max(patience.floor_seconds, patience.factor * first, first)
     assert limit <= patience.limit_seconds(doing, first + more)
@@ -35,9 +31,7 @@ def test_the_limit_is_above_what_was_seen_and_never_falls(
 
 
 @given(patiences, st.lists(st.tuples(kinds, st.floats(0, 1.0)), max_size=30))
-def test_a_rank_whose_pauses_are_below_the_floor_is_never_overdue(
-    patience: Patience, pauses: list[tuple[Doing, float]]
-) -> None:
+def test_a_rank_whose_pauses_are_below_the_floor_is_never_overdue(patience, pauses):
     progress, now = Progress(patience), 0.0
     for step, (doing, share) in enumerate(pauses):
         now += share * patience.floor_seconds * 0.999
@@ -49,9 +43,7 @@ def test_a_rank_whose_pauses_are_below_the_floor_is_never_overdue(
 
 
 @given(patiences, kinds, st.lists(st.floats(0, 1.0), max_size=20))
-def test_it_is_overdue_exactly_after_the_limit_that_was_learnt(
-    patience: Patience, doing: Doing, shares: list[float]
-) -> None:
+def test_it_is_overdue_exactly_after_the_limit_that_was_learnt(patience, doing, shares):
     progress, now = Progress(patience), 0.0
     progress.beat(now, doing, 0)
     for step, share in enumerate(shares, 1):
@@ -66,7 +58,7 @@ def test_it_is_overdue_exactly_after_the_limit_that_was_learnt(
     assert str(stall).startswith("no sign of life for ")
 
 
-def test_what_a_start_took_says_nothing_about_steps() -> None:
+def test_what_a_start_took_says_nothing_about_steps():
     progress = Progress(Patience(10.0))
     assert progress.limit_seconds == 30
     progress.beat(29.0, "step", 1)
@@ -74,7 +66,7 @@ def test_what_a_start_took_says_nothing_about_steps() -> None:
     assert progress.limit_seconds == 10
 
 
-def test_an_evaluation_that_was_seen_is_allowed_again_and_longer() -> None:
+def test_an_evaluation_that_was_seen_is_allowed_again_and_longer():
     progress = Progress(Patience(10.0))
     progress.beat(0.0, "step", 1)
     progress.beat(9.0, "step", 2)
@@ -82,7 +74,7 @@ def test_an_evaluation_that_was_seen_is_allowed_again_and_longer() -> None:
     assert progress.overdue(9.0 + 27.1) is not None
 
 
-def test_a_save_behind_the_training_is_watched_by_itself() -> None:
+def test_a_save_behind_the_training_is_watched_by_itself():
     progress = Progress(Patience(10.0))
     save = progress.begin(0.0, 7)
     for second in range(30):
@@ -100,14 +92,14 @@ def test_a_save_behind_the_training_is_watched_by_itself() -> None:
 
 
 @given(st.floats(40, 1e5))
-def test_it_speaks_before_a_collective_is_aborted(abort_seconds: float) -> None:
+def test_it_speaks_before_a_collective_is_aborted(abort_seconds):
     patience = Patience(speak_seconds=ahead_of(abort_seconds))
     assert patience.speak_seconds is not None
     until_all_answer = 2.0 + 4 * patience.look_seconds
     assert patience.speak_seconds + 2 * patience.look_seconds + until_all_answer < abort_seconds - 5
 
 
-def test_a_silence_is_told_once_and_where_a_collective_may_be_waited_for() -> None:
+def test_a_silence_is_told_once_and_where_a_collective_may_be_waited_for():
     progress = Progress(Patience(10.0, speak_seconds=4.0))
     for now, doing in ((0.0, "start"), (20.0, "step"), (40.0, "stage")):
         progress.beat(now, doing, 1)
@@ -121,7 +113,7 @@ def test_a_silence_is_told_once_and_where_a_collective_may_be_waited_for() -> No
         assert progress.late(69.0) is None
 
 
-def test_a_pause_like_those_before_is_not_told() -> None:
+def test_a_pause_like_those_before_is_not_told():
     progress = Progress(Patience(100.0, speak_seconds=4.0))
     for step in range(1, 4):
         progress.beat(20.0 * step, "step", step)
@@ -130,15 +122,15 @@ def test_a_pause_like_those_before_is_not_told() -> None:
 
 
 @pytest.mark.parametrize("floor", [0, -1, float("nan"), float("inf")])
-def test_a_floor_that_cannot_be(floor: float) -> None:
+def test_a_floor_that_cannot_be(floor):
     with pytest.raises(IntervalError, match="floor_seconds must be a finite number above 0"):
         Patience(floor)
 
 
-def test_a_factor_that_cannot_be() -> None:
+def test_a_factor_that_cannot_be():
     with pytest.raises(IntervalError, match="speak_seconds must be a finite number above 0"):
         Patience(speak_seconds=0)
     with pytest.raises(IntervalError, match="factor must be a finite number of at least 1"):
         Patience(600, 0.9)
     with pytest.raises(ConfigError):
-        Patience("long")  # type: ignore[arg-type]
+        Patience("long")

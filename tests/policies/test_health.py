@@ -1,17 +1,13 @@
 """Recorded samples: what has to be told is told, once, and over a healthy day nothing is."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 import ckptman
 from ckptman.errors import ConfigError, IntervalError
-from ckptman.policies.health import HARDWARE_XIDS, HealthBreach, HealthSample, HealthThresholds, HealthWatch
+from ckptman.policies.health import HARDWARE_XIDS, HealthSample, HealthThresholds, HealthWatch
 
 PERIOD, STEP = 5.0, 1.0
 DAY = 24 * 3600
@@ -19,10 +15,10 @@ Recorded = tuple[int | None, HealthSample]
 """The last step, None where a save or the like was under way since the sample before; and what was read."""
 
 
-def healthy(chance: random.Random, **other: Any) -> HealthSample:
+def healthy(chance, **other):
     """A sample of an H100 that trains: now and then it is between two kernels."""
     dips = chance.random() < 0.02
-    figures: dict[str, Any] = {
+    figures = {
         "utilisation": chance.uniform(0.2, 0.9) if dips else min(1.0, chance.gauss(0.98, 0.01)),
         "power_watts": chance.uniform(250, 400) if dips else chance.gauss(610, 40),
         "power_limit_watts": 700.0,
@@ -38,11 +34,11 @@ def healthy(chance: random.Random, **other: Any) -> HealthSample:
     return HealthSample(**{**figures, **other})
 
 
-SAVING: dict[str, Any] = {"utilisation": 0.1, "power_watts": 150.0, "pcie_out_bytes_per_second": 27e9}
-EVALUATING: dict[str, Any] = {"utilisation": 0.5, "power_watts": 290.0, "pcie_in_bytes_per_second": 2e9}
+SAVING = {"utilisation": 0.1, "power_watts": 150.0, "pcie_out_bytes_per_second": 27e9}
+EVALUATING = {"utilisation": 0.5, "power_watts": 290.0, "pcie_in_bytes_per_second": 2e9}
 
 
-def day(seed: int, seconds: float = DAY, **fault: Any) -> Iterator[Recorded]:
+def day(seed, seconds=DAY, **fault):
     """A day with a save every half an hour, an evaluation every hour that nobody speaks of, and an epoch's first batch
     that takes 20 s. `fault`: figures of all samples in training."""
     chance, step, time = random.Random(seed), 0, 0.0
@@ -64,7 +60,7 @@ def day(seed: int, seconds: float = DAY, **fault: Any) -> Iterator[Recorded]:
                 time += PERIOD
 
 
-def watched(recorded: Iterator[Recorded], watch: HealthWatch | None = None, start: float = 0.0) -> list[HealthBreach]:
+def watched(recorded, watch=None, start=0.0):
     watch = watch or HealthWatch(HealthThresholds())
     found = []
     for number, (step, sample) in enumerate(recorded):
@@ -73,7 +69,7 @@ def watched(recorded: Iterator[Recorded], watch: HealthWatch | None = None, star
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_nothing_is_told_of_a_healthy_day(seed: int) -> None:
+def test_nothing_is_told_of_a_healthy_day(seed):
     assert watched(day(seed)) == []
 
 
@@ -91,7 +87,7 @@ def test_nothing_is_told_of_a_healthy_day(seed: int) -> None:
         ({"host_available_bytes": 50e9}, "host_available_bytes", "problem"),
     ],
 )
-def test_a_fault_is_told_once_within_minutes_while_it_lasts(fault: dict[str, Any], what: str, level: str) -> None:
+def test_a_fault_is_told_once_within_minutes_while_it_lasts(fault, what, level):
     found = [each for each in watched(day(3, 6 * 3600, **fault)) if each.what == what]
     assert [(each.level, each.ended) for each in found] == [(level, False)]
     assert 150 <= found[0].since + found[0].seconds <= 600  # of the trace, not of a clock
@@ -108,11 +104,11 @@ def test_a_fault_is_told_once_within_minutes_while_it_lasts(fault: dict[str, Any
         {"pcie_in_bytes_per_second": 18e9},
     ],
 )
-def test_what_is_no_fault_is_not_told(fault: dict[str, Any]) -> None:
+def test_what_is_no_fault_is_not_told(fault):
     assert watched(day(4, 4 * 3600, **fault)) == []
 
 
-def test_a_loader_that_starves_long_steps_shows_in_the_mean() -> None:
+def test_a_loader_that_starves_long_steps_shows_in_the_mean():
     # 10 s steps of which the last 4 s wait for data: a sample is all of one or of the other.
     busy = [1.0, 0.2]
     trace = ((number // 2, healthy(random.Random(number), utilisation=busy[number % 2])) for number in range(400))
@@ -123,7 +119,7 @@ def test_a_loader_that_starves_long_steps_shows_in_the_mean() -> None:
     assert watched((n // 2, healthy(random.Random(n), utilisation=each)) for n, each in enumerate(dips)) == []
 
 
-def test_a_breach_ends_and_its_return_is_told_again() -> None:
+def test_a_breach_ends_and_its_return_is_told_again():
     watch, slow = HealthWatch(HealthThresholds()), {"throttled": ("power brake",)}
     first = watched(day(6, 1800, **slow), watch)
     assert [each.ended for each in first] == [False]
@@ -134,12 +130,12 @@ def test_a_breach_ends_and_its_return_is_told_again() -> None:
     assert [each.ended for each in watched(day(8, 1800, **slow), watch, 9000.0)] == [False]
 
 
-def test_few_samples_make_no_breach() -> None:
+def test_few_samples_make_no_breach():
     trace = ((n, healthy(random.Random(n), throttled=("temperature",) if n % 25 == 0 else ())) for n in range(4000))
     assert watched(trace) == []
 
 
-def test_errors_of_a_device_count_at_once_whatever_the_run_is_at() -> None:
+def test_errors_of_a_device_count_at_once_whatever_the_run_is_at():
     watch, chance = HealthWatch(HealthThresholds()), random.Random(9)
     assert watch.see(0.0, None, healthy(chance)) == []
     [ecc] = watch.see(5.0, None, healthy(chance, ecc_errors=2))
@@ -162,10 +158,10 @@ def test_errors_of_a_device_count_at_once_whatever_the_run_is_at() -> None:
     assert not {13, 31, 43, 45} & set(HARDWARE_XIDS)
 
 
-def test_the_summary_is_of_training_alone() -> None:
+def test_the_summary_is_of_training_alone():
     watch = HealthWatch(HealthThresholds())
     steady = HealthSample(utilisation=0.95, temperature_celsius=60.0)
-    trace: list[Recorded] = [
+    trace = [
         (1, steady),
         (2, replace(steady, temperature_celsius=70.0)),
         (None, HealthSample(utilisation=0.0)),
@@ -175,7 +171,7 @@ def test_the_summary_is_of_training_alone() -> None:
     assert watch.summary.values() == {"utilisation": 0.95, "temperature_celsius": 70.0}
 
 
-def test_thresholds_can_be_changed_and_are_checked() -> None:
+def test_thresholds_can_be_changed_and_are_checked():
     thresholds = ckptman.HealthThresholds(utilisation=None, utilisation_look=0.5, power_watts=None, power_share=None)
     assert watched(day(10, 3600, utilisation=0.6, power_watts=100.0), HealthWatch(thresholds)) == []
     assert HealthThresholds().least_watts(700) == HealthThresholds().least_watts(500) == 350
@@ -189,7 +185,7 @@ def test_thresholds_can_be_changed_and_are_checked() -> None:
         {"pcie_bytes_per_second": 0},
     ):
         with pytest.raises(IntervalError, match=next(iter(wrong))):
-            HealthThresholds(**wrong)  # type: ignore[arg-type]
+            HealthThresholds(**wrong)
     for kind in ({"share": None}, {"utilisation": "70 %"}, {"bad_xids": "79"}, {"bad_xids": (4.8,)}):
         with pytest.raises(ConfigError, match=next(iter(kind))):
-            HealthThresholds(**kind)  # type: ignore[arg-type]
+            HealthThresholds(**kind)

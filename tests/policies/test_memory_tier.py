@@ -1,11 +1,8 @@
 """How often is saved to memory, and why; and what a tier in memory refuses."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckptman.errors import ConfigError, IntervalError
 from ckptman.policies import CostShare, EverySteps, MemoryTier, OnStop
-from ckptman.policies.save_policies import Decision, Facts
+from ckptman.policies.save_policies import Facts
 
 MEASURED = Facts(
     step=30,
@@ -28,13 +25,13 @@ MEASURED = Facts(
 quick = settings(max_examples=100, deadline=None, print_blob=True)
 
 
-def reason(policy: CostShare, facts: Facts) -> str | None:
+def reason(policy, facts):
     decision = policy.decide(facts)
     assert decision is None or not decision.stop
     return None if decision is None else decision.reason
 
 
-def test_the_first_save_is_made_after_a_second_and_two_steps_to_measure_what_it_costs() -> None:
+def test_the_first_save_is_made_after_a_second_and_two_steps_to_measure_what_it_costs():
     fresh = Facts(step=1, previous_step=0, saved_step=None, start_step=0, seconds_since_save=0.6, step_seconds=0.3)
     assert reason(CostShare(), fresh) is None
     assert reason(CostShare(), fresh._replace(step=4, seconds_since_save=1.0)) == "first save, to measure its cost"
@@ -46,7 +43,7 @@ def test_the_first_save_is_made_after_a_second_and_two_steps_to_measure_what_it_
     assert reason(CostShare(), resumed) == "first save, to measure its cost"
 
 
-def test_a_first_save_that_is_under_way_is_not_made_twice_and_one_that_failed_is_made_again() -> None:
+def test_a_first_save_that_is_under_way_is_not_made_twice_and_one_that_failed_is_made_again():
     begun = Facts(step=9, previous_step=8, saved_step=8, start_step=0, seconds_since_save=500.0, step_seconds=0.3)
     assert reason(CostShare(), begun) is None
     assert reason(CostShare(max_seconds=600), begun) is None
@@ -56,7 +53,7 @@ def test_a_first_save_that_is_under_way_is_not_made_twice_and_one_that_failed_is
     assert reason(CostShare(), resumed) == "first save, to measure its cost"
 
 
-def test_a_decision_says_what_it_is_derived_from() -> None:
+def test_a_decision_says_what_it_is_derived_from():
     assert reason(CostShare(), MEASURED._replace(seconds_since_save=9.9)) is None
     assert reason(CostShare(), MEASURED) == "10 s since the last save (a stall of 0.1 s is 1 % of 10 s at 0.5 s a step)"
     assert reason(CostShare(share=0.05), MEASURED) == (
@@ -82,9 +79,7 @@ def test_a_decision_says_what_it_is_derived_from() -> None:
     share=st.floats(1e-4, 0.9),
     bounds=st.tuples(st.floats(0, 1e3), st.none() | st.floats(1e-3, 1e4)),
 )
-def test_what_saves_take_stays_below_the_share(
-    stall: float, durable: float, step: float, share: float, bounds: tuple[float, float | None]
-) -> None:
+def test_what_saves_take_stays_below_the_share(stall, durable, step, share, bounds):
     low, high = bounds[0], bounds[1]
     if high is not None and low > high:
         low, high = high, low
@@ -103,7 +98,7 @@ def test_what_saves_take_stays_below_the_share(
         assert policy.decide(facts._replace(seconds_since_save=math.nextafter(interval, 0))) is None
 
 
-def test_saves_that_cost_nothing_are_made_at_each_step() -> None:
+def test_saves_that_cost_nothing_are_made_at_each_step():
     free = MEASURED._replace(stall_seconds=0.0, durable_seconds=0.0, step=11, seconds_since_save=0.0)
     assert CostShare().decide(free) is not None
     assert CostShare().interval_steps(free) == 1
@@ -124,14 +119,14 @@ def test_saves_that_cost_nothing_are_made_at_each_step() -> None:
         ({"min_seconds": 9, "max_seconds": 5}, "must not be above max_seconds"),
     ],
 )
-def test_a_share_and_bounds_that_cannot_be_are_refused(arguments: dict[str, float], told: str) -> None:
+def test_a_share_and_bounds_that_cannot_be_are_refused(arguments, told):
     with pytest.raises(IntervalError, match=f"^CostShare: .*{told}"):
         CostShare(**arguments)
     with pytest.raises(ConfigError):
-        CostShare(share="1 %")  # type: ignore[arg-type]
+        CostShare(share="1 %")
 
 
-def test_a_tier_has_a_policy_of_its_own_where_none_is_given() -> None:
+def test_a_tier_has_a_policy_of_its_own_where_none_is_given():
     assert MemoryTier() == MemoryTier(None, 2, "/dev/shm", None)
     assert MemoryTier().policy == CostShare()
     assert MemoryTier(EverySteps(10) | OnStop()).policy == EverySteps(10) | OnStop()
@@ -140,7 +135,7 @@ def test_a_tier_has_a_policy_of_its_own_where_none_is_given() -> None:
     assert replace(tier, copies=1).copies == 1
     assert hash(MemoryTier()) == hash(MemoryTier())
     with pytest.raises(FrozenInstanceError):
-        tier.copies = 4  # type: ignore[misc]
+        tier.copies = 4
 
 
 @pytest.mark.parametrize(
@@ -166,14 +161,14 @@ def test_a_tier_has_a_policy_of_its_own_where_none_is_given() -> None:
         ({"save_policy": EverySteps}, ConfigError, "save_policy is a policy"),
     ],
 )
-def test_what_a_tier_refuses(arguments: dict[str, Any], error: type[Exception], told: str) -> None:
+def test_what_a_tier_refuses(arguments, error, told):
     with pytest.raises(error, match=f"^MemoryTier: {told}"):
         MemoryTier(**arguments)
 
 
-def test_a_policy_of_a_user_is_taken_as_it_is() -> None:
+def test_a_policy_of_a_user_is_taken_as_it_is():
     class Never(CostShare):
-        def decide(self, facts: Facts) -> Decision | None:
+        def decide(self, facts):
             return None
 
     assert MemoryTier(Never()).policy.decide(MEASURED) is None

@@ -1,10 +1,6 @@
 """Rules that cannot be meant delete nothing; those that can are left alone."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -25,11 +21,11 @@ LOSS = {"loss": 1.0}
 
 
 class Own(RetentionPolicy):
-    def keeps(self, records: object) -> dict[int, str]:
+    def keeps(self, records):
         return {}
 
 
-def run(*metrics: Mapping[str, float]) -> list[Record]:
+def run(*metrics):
     return [Record(10 * number, number, 0.0, 1, each) for number, each in enumerate(metrics, 1)]
 
 
@@ -56,16 +52,14 @@ def run(*metrics: Mapping[str, float]) -> list[Record]:
         (KeepBest("loss"), [], "", ""),
     ],
 )
-def test_what_is_a_slip(policy: RetentionPolicy | None, records: list[Record], by_hand: str, in_the_run: str) -> None:
+def test_what_is_a_slip(policy, records, by_hand, in_the_run):
     for goes_on, expected in ((False, by_hand), (True, by_hand if in_the_run == "the same" else in_the_run)):
         found = slip(policy, records, 1e6, goes_on=goes_on)
         assert expected in found
         assert bool(found) == bool(expected)
 
 
-def test_a_run_warns_once_and_deletes_nothing_until_the_metric_is_there(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_a_run_warns_once_and_deletes_nothing_until_the_metric_is_there(tmp_path, recwarn):
     held = claim(tmp_path, "run", None)
     journal = Journal(journal_path(tmp_path))
     keeper = RetentionRunner(LocalBackend(tmp_path), KeepBest("eval"), "prune", held, journal)
@@ -86,9 +80,7 @@ def test_a_run_warns_once_and_deletes_nothing_until_the_metric_is_there(
     assert any(each["event"] == "prune_failed" for each in read_journal(journal_path(tmp_path))[0])
 
 
-def test_where_the_metric_is_finite_in_none_a_run_prunes_all_the_same(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_where_the_metric_is_finite_in_none_a_run_prunes_all_the_same(tmp_path, recwarn):
     held = claim(tmp_path, "run", None)
     keeper = RetentionRunner(LocalBackend(tmp_path), KeepBest("loss"), "prune", held, None)
     for step in (1, 2, 3):
@@ -100,9 +92,7 @@ def test_where_the_metric_is_finite_in_none_a_run_prunes_all_the_same(
     assert not recwarn
 
 
-def test_where_other_rules_keep_some_a_run_prunes_by_them_and_warns_once(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_where_other_rules_keep_some_a_run_prunes_by_them_and_warns_once(tmp_path, recwarn):
     held = claim(tmp_path, "run", None)
     keeper = RetentionRunner(LocalBackend(tmp_path), KeepLast(2) | KeepBest("eval"), "prune", held, None)
     for step in (1, 2, 3, 4):

@@ -7,7 +7,6 @@ checkpoints are listed, and monotone: more rules keep more.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -15,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
-from ckptman.policies.retention import Verdict, over_limit, plan, untouchables
+from ckptman.policies.retention import over_limit, plan, untouchables
 from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy
 
 DAY = 86_400.0
 BIRTH = 1_790_000_000.0
 SIZE = 1000
 
-RULE_SETS: list[RetentionPolicy] = [
+RULE_SETS = [
     KeepLast(3),
     KeepEvery(steps=5000),
     KeepBest("loss", 3),
@@ -61,7 +60,7 @@ class Run:
     deleted: set[int] = field(default_factory=set)
     prunes: int = 0
 
-    def save(self) -> None:
+    def save(self):
         self.now += self.dice.uniform(0.1, 3) * DAY / 2
         self.step += self.dice.choice((250, 500, 1000))
         self.sequence += 1
@@ -73,13 +72,13 @@ class Run:
         jump = self.dice.choice((0.0,) * 20 + (400 * DAY, -400 * DAY))
         self.disk[self.sequence] = Record(self.step, self.sequence, self.now + jump, SIZE, metrics)
 
-    def crash(self) -> None:
+    def crash(self):
         """The steps since the last save that counts are lost; readers of that host are gone."""
         counted = [each for each in self.disk.values() if not each.abandoned]
         self.step = max(counted, key=lambda each: each.sequence).step if counted else 0
         self.change(lambda each: replace(each, in_use=""))
 
-    def rollback(self) -> None:
+    def rollback(self):
         counted = sorted((each for each in self.disk.values() if not each.abandoned), key=lambda each: each.sequence)
         if not counted:
             return
@@ -88,7 +87,7 @@ class Run:
         why = f"abandoned by the rollback to step {target.step}"
         self.change(lambda each: each if each.sequence <= target.sequence else replace(each, abandoned=why))
 
-    def touch(self) -> None:
+    def touch(self):
         """Somebody verifies, pins, unpins, reads, or stops reading one of them."""
         if not self.disk:
             return
@@ -104,15 +103,15 @@ class Run:
         )
         self.disk[chosen] = replace(self.disk[chosen], **change)
 
-    def change(self, how: Callable[[Record], Record]) -> None:
+    def change(self, how):
         self.disk = {number: how(each) for number, each in self.disk.items()}
 
-    def listed(self) -> list[Record]:
+    def listed(self):
         found = list(self.disk.values())
         self.dice.shuffle(found)
         return found
 
-    def prune(self) -> None:
+    def prune(self):
         """Check what a plan promises, and carry it out: all of it, or the part until somebody kills the prune."""
         self.prunes += 1
         verdicts = plan(self.listed(), self.policy, now_seconds=self.now)
@@ -135,7 +134,7 @@ class Run:
             del self.disk[sequence]
             self.deleted.add(sequence)
 
-    def check_sacred(self, kept: list[Record]) -> None:
+    def check_sacred(self, kept):
         """Told apart by hand here, not by the code that is on trial."""
         all_of_them = sorted(self.disk.values(), key=lambda each: each.sequence)
         counted = [each for each in all_of_them if not each.abandoned]
@@ -145,7 +144,7 @@ class Run:
         assert bool(kept) == bool(all_of_them), "a plan removes everything"
 
 
-def a_year_of(policy: RetentionPolicy, seed: int) -> Run:
+def a_year_of(policy, seed):
     run = Run(policy, random.Random(seed))
     while run.now < BIRTH + 365 * DAY:
         event = run.dice.random()
@@ -164,7 +163,7 @@ def a_year_of(policy: RetentionPolicy, seed: int) -> Run:
 
 
 @pytest.mark.parametrize("policy", RULE_SETS, ids=repr)
-def test_a_year_under_each_rule_set(policy: RetentionPolicy) -> None:
+def test_a_year_under_each_rule_set(policy):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     run = a_year_of(policy, seed)
@@ -175,25 +174,25 @@ def test_a_year_under_each_rule_set(policy: RetentionPolicy) -> None:
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None, print_blob=True)
 @given(unions, st.integers(0, 2**32))
-def test_a_year_under_any_rules(policy: RetentionPolicy, seed: int) -> None:
+def test_a_year_under_any_rules(policy, seed):
     a_year_of(policy, seed)
 
 
 @settings(max_examples=15, deadline=None, print_blob=True)
 @given(unions, st.integers(1, 40), st.integers(0, 2**32))
-def test_a_year_under_any_rules_and_a_limit(policy: RetentionPolicy, room: int, seed: int) -> None:
+def test_a_year_under_any_rules_and_a_limit(policy, room, seed):
     a_year_of(policy & AtMost(bytes=room * SIZE), seed)
 
 
 @settings(max_examples=60, deadline=None, print_blob=True)
 @given(unions, unions, st.integers(0, 2**32))
-def test_more_rules_keep_more(left: RetentionPolicy, right: RetentionPolicy, seed: int) -> None:
+def test_more_rules_keep_more(left, right, seed):
     run = Run(left, random.Random(seed))
     for _ in range(60):
         run.dice.choice((run.save, run.save, run.save, run.touch, run.rollback))()
 
-    def kept(policy: RetentionPolicy) -> set[int]:
-        verdicts: list[Verdict] = plan(run.listed(), policy, now_seconds=run.now)
+    def kept(policy):
+        verdicts = plan(run.listed(), policy, now_seconds=run.now)
         return {each.record.sequence for each in verdicts if each.keep}
 
     assert kept(left) | kept(right) == kept(left | right)

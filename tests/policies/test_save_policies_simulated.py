@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,7 +18,6 @@ from ckptman.policies.save_policies import (
     Facts,
     InitTimeInterval,
     OnStop,
-    SavePolicy,
 )
 
 quick = settings(max_examples=60, deadline=None, print_blob=True)  # no time limit per example: the machine may be busy
@@ -33,20 +31,20 @@ class Save:
 
 
 def simulate(
-    policy: SavePolicy,
-    steps: Sequence[int],
-    seconds: Callable[[int], float],
+    policy,
+    steps,
+    seconds,
     *,
-    start_step: int = 0,
-    reference_seconds: float | None = None,
-    init_seconds: float | None = None,
-    stall_seconds: float = 0.0,
-    durable_seconds: float = 0.0,
-    deadline_seconds: float | None = None,
-    failing: Collection[int] = (),
-) -> list[Save]:
+    start_step=0,
+    reference_seconds=None,
+    init_seconds=None,
+    stall_seconds=0.0,
+    durable_seconds=0.0,
+    deadline_seconds=None,
+    failing=(),
+):
     """Run the steps on a simulated clock, ask the policy about each, and return the saves that succeeded."""
-    saves: list[Save] = []
+    saves = []
     now = saved_at = 0.0
     saved_step = start_step or None
     previous_step = start_step
@@ -77,7 +75,7 @@ def simulate(
     return saves
 
 
-def gaps(saves: Sequence[Save], measure: Callable[[Save], float], start: float, end: float) -> list[float]:
+def gaps(saves, measure, start, end):
     marks = [start, *map(measure, saves), end]
     return [after - before for before, after in pairwise(marks)]
 
@@ -87,9 +85,7 @@ step_times = st.floats(0.01, 40)
 
 @quick
 @given(every=st.integers(1, 50), stride=st.integers(1, 9), start=st.integers(0, 120))
-def test_every_steps_never_leaves_a_gap_longer_than_its_interval_and_one_stride(
-    every: int, stride: int, start: int
-) -> None:
+def test_every_steps_never_leaves_a_gap_longer_than_its_interval_and_one_stride(every, stride, start):
     steps = range(start + stride, start + 300, stride)
     saves = simulate(EverySteps(every), steps, lambda _: 1.0, start_step=start)
     assert max(gaps(saves, lambda save: save.step, start, steps[-1])) <= every + stride - 1
@@ -99,10 +95,8 @@ def test_every_steps_never_leaves_a_gap_longer_than_its_interval_and_one_stride(
 @quick
 @given(seed=st.randoms(use_true_random=False), reference=step_times, interval=st.floats(60, 900))
 @pytest.mark.parametrize("build", [EverySeconds, lambda s: InitTimeInterval(factor=1, max_seconds=s)])
-def test_intervals_in_seconds_are_never_passed_while_steps_take_at_most_the_reference(
-    build: Callable[[float], SavePolicy], seed: object, reference: float, interval: float
-) -> None:
-    drawn = [seed.uniform(0.1, 1.0) * reference for _ in range(300)]  # type: ignore[attr-defined]
+def test_intervals_in_seconds_are_never_passed_while_steps_take_at_most_the_reference(build, seed, reference, interval):
+    drawn = [seed.uniform(0.1, 1.0) * reference for _ in range(300)]
     saves = simulate(
         build(interval),
         range(1, 301),
@@ -117,9 +111,7 @@ def test_intervals_in_seconds_are_never_passed_while_steps_take_at_most_the_refe
 
 @quick
 @given(step_seconds=step_times, init_seconds=st.floats(0.1, 4000), stride=st.integers(1, 3))
-def test_derived_interval_holds_in_seconds_when_steps_are_regular(
-    step_seconds: float, init_seconds: float, stride: int
-) -> None:
+def test_derived_interval_holds_in_seconds_when_steps_are_regular(step_seconds, init_seconds, stride):
     policy = InitTimeInterval(factor=4, max_seconds=900)
     promise = max(step_seconds, min(4 * init_seconds, 900))  # one step is the least there is
     steps = range(stride, 200, stride)
@@ -128,7 +120,7 @@ def test_derived_interval_holds_in_seconds_when_steps_are_regular(
     assert max(times) <= promise * (1 + 1e-9)
 
 
-def test_daly_run_saves_about_every_24_steps_with_the_save_itself_in_the_interval() -> None:
+def test_daly_run_saves_about_every_24_steps_with_the_save_itself_in_the_interval():
     saves = simulate(
         DalyInterval(mtbf_seconds=6000),
         range(1, 400),
@@ -148,8 +140,8 @@ def test_daly_run_saves_about_every_24_steps_with_the_save_itself_in_the_interva
         [EverySteps(7), AtStep(50, 100), EverySeconds(70), InitTimeInterval(factor=1), DalyInterval(600)]
     ),
 )
-def test_a_failed_save_is_made_up_for_at_the_next_step_that_can_save(policy: SavePolicy, failing: set[int]) -> None:
-    def run(bad: Collection[int]) -> list[int]:
+def test_a_failed_save_is_made_up_for_at_the_next_step_that_can_save(policy, failing):
+    def run(bad):
         saves = simulate(
             policy,
             range(1, 301),
@@ -180,8 +172,8 @@ def test_a_failed_save_is_made_up_for_at_the_next_step_that_can_save(policy: Sav
     deadline_seconds=st.floats(1500, 4000),
 )
 def test_before_deadline_is_durable_in_time_and_not_a_step_too_early(
-    step_seconds: float, durable_seconds: float, margin_seconds: float, safety: float, deadline_seconds: float
-) -> None:
+    step_seconds, durable_seconds, margin_seconds, safety, deadline_seconds
+):
     stop = BeforeDeadline(margin_seconds, assumed_save_seconds=durable_seconds, safety=safety)
     count = int(deadline_seconds / step_seconds) + 2
     saves = simulate(
@@ -201,7 +193,7 @@ def test_before_deadline_is_durable_in_time_and_not_a_step_too_early(
 
 @quick
 @given(step=st.integers(1, 500), saved=st.integers(0, 500), since=st.floats(0, 5000), left=st.floats(-10, 500))
-def test_a_union_saves_exactly_when_a_member_does(step: int, saved: int, since: float, left: float) -> None:
+def test_a_union_saves_exactly_when_a_member_does(step, saved, since, left):
     members = [EverySteps(7), AtStep(50, 60), EverySeconds(900), OnStop(), BeforeDeadline(), InitTimeInterval()]
     known = Facts(
         step=step,
@@ -213,7 +205,7 @@ def test_a_union_saves_exactly_when_a_member_does(step: int, saved: int, since: 
         step_seconds=31.0,
         time_left_seconds=left,
     )
-    union: SavePolicy = members[0]
+    union = members[0]
     for member in members[1:]:
         union = union | member
     decisions = [decision for member in members if (decision := member.decide(known))]

@@ -1,7 +1,5 @@
 """The run journal: what is in it stays in it, whatever kills the writer, and it never kills the run."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -22,7 +20,7 @@ from ckptman.runtime.journal import Journal, previous_path, read_journal
 from ckptman.runtime.measurements import save_seconds
 
 
-def test_one_line_per_event(tmp_path: Path) -> None:
+def test_one_line_per_event(tmp_path):
     path = tmp_path / ".ckptman" / "journal.jsonl"
     journal = Journal(path, clock=iter([1.5, 2.5, 3.5]).__next__)
     assert not path.parent.exists(), "nothing is opened before the first event"
@@ -44,7 +42,7 @@ def test_one_line_per_event(tmp_path: Path) -> None:
     }
 
 
-def test_appended_to_by_the_next_attempt(tmp_path: Path) -> None:
+def test_appended_to_by_the_next_attempt(tmp_path):
     for attempt in (1, 2):
         journal = Journal(tmp_path / "journal.jsonl")
         journal.record("attempt_started", attempt=attempt)
@@ -56,9 +54,9 @@ def test_appended_to_by_the_next_attempt(tmp_path: Path) -> None:
     assert [event["attempt"] for event in events] == [1, 1, 2, 2]
 
 
-def test_values_that_json_does_not_know(tmp_path: Path) -> None:
+def test_values_that_json_does_not_know(tmp_path):
     class Hostile:
-        def __str__(self) -> str:
+        def __str__(self):
             raise RuntimeError("no text")
 
     journal = Journal(tmp_path / "journal.jsonl")
@@ -94,7 +92,7 @@ def test_values_that_json_does_not_know(tmp_path: Path) -> None:
     }
 
 
-def test_numpy_numbers_stay_numbers(tmp_path: Path) -> None:
+def test_numpy_numbers_stay_numbers(tmp_path):
     numpy = pytest.importorskip("numpy")
     journal = Journal(tmp_path / "journal.jsonl")
     journal.record("finished", step=numpy.int64(3), loss=numpy.float32(0.5), worst=numpy.float32("nan"))
@@ -104,7 +102,7 @@ def test_numpy_numbers_stay_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tail", [b'{"time": 2.0, "eve', b'{"time": 2.0, "event": "saved"}', b"\0\0\0\0", b"\xff"])
-def test_a_torn_last_line_costs_nothing_but_itself(tmp_path: Path, tail: bytes) -> None:
+def test_a_torn_last_line_costs_nothing_but_itself(tmp_path, tail):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(b'{"time": 1.0, "event": "restored"}\n' + tail)
     journal = Journal(path, clock=lambda: 3.0)
@@ -117,30 +115,30 @@ def test_a_torn_last_line_costs_nothing_but_itself(tmp_path: Path, tail: bytes) 
 
 
 @pytest.mark.parametrize("line", [b"17", b'"text"', b"[]", b"{}", b'{"event": "finished"}'])
-def test_a_line_that_is_no_event_is_counted_as_torn(tmp_path: Path, line: bytes) -> None:
+def test_a_line_that_is_no_event_is_counted_as_torn(tmp_path, line):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(line + b"\n\n")
     assert read_journal(path) == ([], 1)
 
 
-def test_no_journal(tmp_path: Path) -> None:
+def test_no_journal(tmp_path):
     with pytest.raises(NotFoundError, match="no run has been started there"):
         read_journal(tmp_path / "journal.jsonl")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there, reading the memory at address 0 is an I/O error")
-def test_a_journal_that_the_disk_does_not_give_is_named() -> None:
+def test_a_journal_that_the_disk_does_not_give_is_named():
     with pytest.raises(OSError, match=r"Input/output error: '/proc/self/mem'"):
         read_journal("/proc/self/mem")
 
 
-def test_a_full_disk_warns_once_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_warns_once_and_the_run_goes_on(tmp_path, monkeypatch):
     journal = Journal(tmp_path / "journal.jsonl", clock=lambda: 1.0)
     journal.record("restored")
     full = True
     real = os.write
 
-    def write(fd: int, data: bytes) -> int:
+    def write(fd, data):
         if full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(fd, data)
@@ -157,9 +155,7 @@ def test_a_full_disk_warns_once_and_the_run_goes_on(tmp_path: Path, monkeypatch:
     assert torn == 0
 
 
-def test_a_line_cut_short_by_a_full_disk_does_not_garble_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_cut_short_by_a_full_disk_does_not_garble_the_next(tmp_path, monkeypatch):
     journal = Journal(tmp_path / "journal.jsonl")
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:12]))
@@ -172,14 +168,12 @@ def test_a_line_cut_short_by_a_full_disk_does_not_garble_the_next(
     assert ([event["event"] for event in events], torn) == (["finished"], 1)
 
 
-def test_what_a_server_says_only_when_the_file_is_closed_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_server_says_only_when_the_file_is_closed_is_a_warning(tmp_path, monkeypatch):
     journal = Journal(tmp_path / "journal.jsonl")
     journal.record("finished")
     real = os.close
 
-    def close(fd: int) -> None:
+    def close(fd):
         real(fd)
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
@@ -190,7 +184,7 @@ def test_what_a_server_says_only_when_the_file_is_closed_is_a_warning(
     journal.close()
 
 
-def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path):
     (tmp_path / "file").write_text("")
     journal = Journal(tmp_path / "file" / "journal.jsonl")
     with pytest.warns(RuntimeWarning, match="cannot be written"):
@@ -199,10 +193,10 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_threads_do_not_mix_lines(tmp_path: Path) -> None:
+def test_threads_do_not_mix_lines(tmp_path):
     journal = Journal(tmp_path / "journal.jsonl")
 
-    def write(name: int) -> None:
+    def write(name):
         for count in range(100):
             journal.record("save_staged", thread=name, count=count, padding="x" * 300)
 
@@ -233,12 +227,12 @@ while True:
 """
 
 
-def test_kills_at_random_moments_lose_nothing_that_was_written(tmp_path: Path) -> None:
+def test_kills_at_random_moments_lose_nothing_that_was_written(tmp_path):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     generator = random.Random(seed)
     path = tmp_path / "journal.jsonl"
-    acknowledged: list[int] = []
+    acknowledged = []
     for attempt in range(10):
         command = [sys.executable, "-c", WRITER, str(path), str(attempt)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
@@ -261,9 +255,7 @@ def test_kills_at_random_moments_lose_nothing_that_was_written(tmp_path: Path) -
 # ---- its size --------------------------------------------------------------------------------------------------------
 
 
-def test_of_a_journal_that_is_too_long_the_last_events_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_journal_that_is_too_long_the_last_events_are_read(tmp_path, monkeypatch):
     path = tmp_path / "journal.jsonl"
     path.write_text("".join(json.dumps({"time": 1.0, "event": "saved", "step": step}) + "\n" for step in range(100)))
     monkeypatch.setattr(journal_module, "MOST_BYTES", 500)
@@ -272,11 +264,11 @@ def test_of_a_journal_that_is_too_long_the_last_events_are_read(
     assert (5 < len(events) < 20, torn) == (True, 0)
 
 
-def test_a_journal_full_of_nothing_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_full_of_nothing_is_not_read_whole(tmp_path, monkeypatch):
     """A sparse file of 6 GiB, as a crash of a file system may leave it."""
     path, read_bytes, real = tmp_path / "journal.jsonl", 0, os.read
 
-    def read(fd: int, size: int) -> bytes:
+    def read(fd, size):
         nonlocal read_bytes
         read_bytes += size
         return real(fd, size)
@@ -291,7 +283,7 @@ def test_a_journal_full_of_nothing_is_not_read_whole(tmp_path: Path, monkeypatch
     assert read_bytes <= journal_module.MOST_BYTES
 
 
-def attempt(root: Path, steps: int, fails: bool = False) -> None:
+def attempt(root, steps, fails=False):
     with ckptman.Checkpointer(root, {"x": 1}, save_policy=ckptman.EverySteps(10), deadline=None) as checkpointer:
         for step in range(checkpointer.restore() + 1, steps + 1):
             checkpointer.step(step)
@@ -299,9 +291,7 @@ def attempt(root: Path, steps: int, fails: bool = False) -> None:
             raise ValueError("loss is NaN")
 
 
-def test_an_attempt_begins_a_new_file_where_the_journal_is_too_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_begins_a_new_file_where_the_journal_is_too_large(tmp_path, monkeypatch):
     path = journal_path(tmp_path)
     attempt(tmp_path, 10)
     attempt(tmp_path, 20)
@@ -329,7 +319,7 @@ def test_an_attempt_begins_a_new_file_where_the_journal_is_too_large(
     assert {event["attempt"] for event in read_journal(path)[0]} == {7}, "a kill may come between the two"
 
 
-def test_a_journal_that_cannot_be_renamed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_cannot_be_renamed_goes_on(tmp_path, monkeypatch):
     path = tmp_path / "journal.jsonl"
     path.write_text('{"time": 1.0, "event": "restored"}\n')
     previous_path(path).mkdir()

@@ -1,14 +1,10 @@
 """What a rank does under a torchrun that restarts ranks: which code it ends with, and how it ends the torchrun."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -27,15 +23,13 @@ RESTARTS = {"TORCHELASTIC_RUN_ID": "4711", "TORCHELASTIC_MAX_RESTARTS": "3"}
         (RESTARTS, True),
     ],
 )
-def test_a_planned_stop_is_no_failure_to_who_would_restart_the_ranks(
-    environ: Mapping[str, str], restarts: bool
-) -> None:
+def test_a_planned_stop_is_no_failure_to_who_would_restart_the_ranks(environ, restarts):
     assert restarts_ranks(environ) == restarts
     assert code_for_again(environ) == (0 if restarts else 75)
     assert launch_of(environ) == ("4711.0" if restarts else "")
 
 
-def test_a_requeued_job_is_another_launch() -> None:
+def test_a_requeued_job_is_another_launch():
     assert launch_of({**RESTARTS, "SLURM_RESTART_COUNT": "2"}) == "4711.2"
 
 
@@ -51,7 +45,7 @@ raise ValueError("the error is told first")
 
 
 @pytest.mark.parametrize("name", ["torchrun", "other"])
-def test_only_torchrun_is_ended_and_the_error_is_told_first(tmp_path: Path, name: str) -> None:
+def test_only_torchrun_is_ended_and_the_error_is_told_first(tmp_path, name):
     (tmp_path / "rank.py").write_text(RANK)
     launcher = tmp_path / name
     launcher.write_text(

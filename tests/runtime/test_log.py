@@ -1,11 +1,8 @@
 """What a run says: shown where nobody configured logging, once where somebody did, and never in the way of a run."""
 
-from __future__ import annotations
-
 import io
 import logging
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -16,7 +13,7 @@ DURABLE = {"step": 60, "bytes": 2_000_000, "seconds": 1.5, "stall_seconds": 0.25
 
 
 @contextmanager
-def unconfigured() -> Iterator[None]:
+def unconfigured():
     """Logging as in a fresh process: pytest itself has handlers on the root logger."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.root, "handlers", [])
@@ -29,16 +26,16 @@ def unconfigured() -> Iterator[None]:
 class Kept(logging.Handler):
     """A handler of a user."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.lines: list[str] = []
+        self.lines = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
 
 
 @unconfigured()
-def test_where_nobody_configured_logging_it_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nobody_configured_logging_it_is_shown_once(capsys):
     for _ in range(2):  # two Checkpointers, one after the other
         show_by_default()
     assert is_shown()
@@ -49,7 +46,7 @@ def test_where_nobody_configured_logging_it_is_shown_once(capsys: pytest.Capture
 
 @pytest.mark.parametrize("own", [logging.root, LOGGER], ids=["root", "ckptman"])
 @unconfigured()
-def test_what_was_configured_before_is_left_alone(own: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_configured_before_is_left_alone(own, capsys):
     kept = Kept()
     own.addHandler(kept)
     show_by_default()
@@ -64,7 +61,7 @@ def test_what_was_configured_before_is_left_alone(own: logging.Logger, capsys: p
 
 @pytest.mark.parametrize("own", [logging.root, LOGGER], ids=["root", "ckptman"])
 @unconfigured()
-def test_what_is_configured_later_takes_over(own: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_configured_later_takes_over(own, capsys):
     show_by_default()
     tell("before")
     kept = Kept()
@@ -75,7 +72,7 @@ def test_what_is_configured_later_takes_over(own: logging.Logger, capsys: pytest
 
 
 @unconfigured()
-def test_it_can_be_silenced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_can_be_silenced(capsys):
     LOGGER.setLevel(logging.WARNING)
     show_by_default()
     assert not is_shown()
@@ -90,12 +87,12 @@ def test_it_can_be_silenced(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Broken(io.StringIO):
-    def write(self, text: str) -> int:
+    def write(self, text):
         raise OSError(5, "Input/output error")
 
 
 @unconfigured()
-def test_a_stream_that_fails_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_fails_is_no_matter(monkeypatch):
     show_by_default()
     closed = io.StringIO()
     closed.close()
@@ -104,9 +101,9 @@ def test_a_stream_that_fails_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> No
         tell("news")
 
 
-def test_a_handler_that_raises_and_a_field_that_is_missing_are_no_matter() -> None:
+def test_a_handler_that_raises_and_a_field_that_is_missing_are_no_matter():
     class Raises(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             raise RuntimeError("no such server")
 
     handler = Raises()
@@ -119,7 +116,7 @@ def test_a_handler_that_raises_and_a_field_that_is_missing_are_no_matter() -> No
     tell_event("an event of another version", {})
 
 
-def test_what_it_says_is_safe_to_print(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_it_says_is_safe_to_print(caplog):
     caplog.set_level(logging.INFO, "ckptman")
     tell_event("restored", {"step": 60, "path": "runs/\x1b[2J\n100 %s", "seconds": 0.5})
     assert caplog.messages == ["restored step 60 from runs/\\x1b[2J\\n100 %s in 0.5 s"]
@@ -133,14 +130,7 @@ def test_what_it_says_is_safe_to_print(caplog: pytest.LogCaptureFixture) -> None
         ("failed", {"error": "ValueError"}, "with ValueError", "the chain decides whether there is a next attempt"),
     ],
 )
-def test_how_it_ends_and_what_comes_next(
-    event: str,
-    fields: dict[str, str],
-    alone: str,
-    in_a_chain: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_how_it_ends_and_what_comes_next(event, fields, alone, in_a_chain, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "ckptman")
     monkeypatch.delenv("CKPTMAN_OUTCOME", raising=False)
     tell_event(event, {"step": 7, **fields})

@@ -1,12 +1,9 @@
 """What a journal says about earlier attempts; and attempts with a deadline close by that go by it."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +14,7 @@ import ckptman
 from ckptman import checkpointer as checkpointer_module
 from ckptman.format.paths import journal_path
 from ckptman.io.durable_files import DISK, Disk
-from ckptman.policies.save_policies import Decision, Facts, SavePolicy
+from ckptman.policies.save_policies import SavePolicy
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.measurements import StartUp, save_seconds, start_up, steps_per_second, typical_save_seconds
 from ckptman.runtime.outcome import reported_nodes
@@ -29,11 +26,11 @@ Event = dict[str, Any]
 # ---- the journal -----------------------------------------------------------------------------------------------------
 
 
-def durable(*seconds: Any) -> list[Event]:
+def durable(*seconds):
     return [{"time": 1.0, "event": "save_durable", "attempt": 1, "step": 1, "seconds": each} for each in seconds]
 
 
-def test_a_save_takes_what_the_longest_but_one_of_the_last_five_took() -> None:
+def test_a_save_takes_what_the_longest_but_one_of_the_last_five_took():
     assert typical_save_seconds([]) is None
     assert typical_save_seconds(durable(3)) == 3.0
     assert typical_save_seconds(durable(3.0, 90.0)) == 90.0
@@ -41,8 +38,8 @@ def test_a_save_takes_what_the_longest_but_one_of_the_last_five_took() -> None:
     assert typical_save_seconds([{"time": 1.0, "event": "save_staged", "seconds": 7.0}, *durable(2.0)]) == 2.0
 
 
-def test_steps_per_second_are_those_of_training_alone() -> None:
-    def event(name: str, time: float, attempt: int = 1, **more: Any) -> Event:
+def test_steps_per_second_are_those_of_training_alone():
+    def event(name, time, attempt=1, **more):
         return {"event": name, "time": time, "attempt": attempt, **more}
 
     assert steps_per_second([]) is None
@@ -68,7 +65,7 @@ GARBAGE = [None, True, "12", "nan", float("nan"), float("inf"), -1, -0.5, 10**40
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=lambda each: repr(each)[:9])
-def test_garbage_is_passed_over(garbage: Any) -> None:
+def test_garbage_is_passed_over(garbage):
     assert typical_save_seconds(durable(garbage)) is None
     assert typical_save_seconds(durable(4.0, *[garbage] * 9)) == 4.0
     events = [{"time": garbage, "event": "attempt_started", "job_id": "7", "attempt": 1}]
@@ -76,7 +73,7 @@ def test_garbage_is_passed_over(garbage: Any) -> None:
     assert typical_save_seconds([{"time": 1.0, "event": garbage, "seconds": 5.0}, {"time": 1.0}]) is None
 
 
-def test_a_journal_that_is_not_there_or_cannot_be_read_says_nothing(tmp_path: Path) -> None:
+def test_a_journal_that_is_not_there_or_cannot_be_read_says_nothing(tmp_path):
     path = journal_path(tmp_path)
     assert save_seconds(tmp_path) is None
     assert save_seconds(str(tmp_path / "nowhere")) is None
@@ -90,8 +87,8 @@ def test_a_journal_that_is_not_there_or_cannot_be_read_says_nothing(tmp_path: Pa
     assert save_seconds(tmp_path) == 2.5
 
 
-def test_start_up_is_that_of_the_first_attempt_of_the_job_from_then_on() -> None:
-    def of(attempt: int, job_id: str | None, at: float, *events: str) -> list[Event]:
+def test_start_up_is_that_of_the_first_attempt_of_the_job_from_then_on():
+    def of(attempt, job_id, at, *events):
         started = {"time": at, "event": "attempt_started", "attempt": attempt, "job_id": job_id}
         return [started, *({"time": at + 1 + n, "event": name, "attempt": attempt} for n, name in enumerate(events))]
 
@@ -123,16 +120,14 @@ STEP_SECONDS = 1.0
 class Clock:
     """Unix seconds that pass only when a test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seconds = time.time()
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.seconds
 
 
-def train(
-    root: Path, left_seconds: float | None, policy: SavePolicy, disk: Disk = DISK, **options: Any
-) -> list[tuple[int, str]]:
+def train(root, left_seconds, policy, disk=DISK, **options):
     """One attempt, on simulated time with steps of 1 s: the steps it saved at, and why; until it is told to stop."""
     clock, saved = Clock(), []
     deadline = None if left_seconds is None else clock.seconds + left_seconds
@@ -153,7 +148,7 @@ def train(
     return saved
 
 
-def test_the_first_attempt_measures_a_save_and_then_trains_on_until_shortly_before_its_end(tmp_path: Path) -> None:
+def test_the_first_attempt_measures_a_save_and_then_trains_on_until_shortly_before_its_end(tmp_path):
     first, last = train(tmp_path, 100.0, ckptman.BeforeDeadline(), async_save=False)
     assert first[0] == 1
     assert first[1].startswith("first save, to measure its cost: 99 s left before the deadline, 211 s needed")
@@ -161,14 +156,14 @@ def test_the_first_attempt_measures_a_save_and_then_trains_on_until_shortly_befo
     assert "1.5 x save of " in last[1]
 
 
-def test_the_next_attempt_knows_what_a_save_took_and_needs_none_to_measure(tmp_path: Path) -> None:
+def test_the_next_attempt_knows_what_a_save_took_and_needs_none_to_measure(tmp_path):
     train(tmp_path, None, ckptman.AtStep(3))
     [(steps, reason)] = train(tmp_path, 100.0, ckptman.BeforeDeadline())
     assert 40 < steps <= 70
     assert "1.5 x save of " in reason
 
 
-def test_the_next_attempt_goes_by_the_journal(tmp_path: Path) -> None:
+def test_the_next_attempt_goes_by_the_journal(tmp_path):
     train(tmp_path, None, ckptman.AtStep(3))
     journal = Journal(journal_path(tmp_path))
     for seconds in (500.0, 400.0, 20.0, 1.0, 2.0, 3.0):
@@ -181,7 +176,7 @@ def test_the_next_attempt_goes_by_the_journal(tmp_path: Path) -> None:
     )
 
 
-def test_an_interval_that_measures_what_a_save_blocks_still_does_so_in_each_attempt(tmp_path: Path) -> None:
+def test_an_interval_that_measures_what_a_save_blocks_still_does_so_in_each_attempt(tmp_path):
     for _ in range(2):
         saved = train(tmp_path, None, ckptman.DalyInterval(mtbf_seconds=1e9))
         assert saved[0][1] == "first save, to measure its cost"
@@ -190,10 +185,10 @@ def test_an_interval_that_measures_what_a_save_blocks_still_does_so_in_each_atte
 class Held(Disk):
     """A disk on which nothing becomes durable before it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.go = threading.Event()
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         if target.name.startswith("step-"):
             self.go.wait(60)
         super().rename(source, target)
@@ -202,17 +197,17 @@ class Held(Disk):
 class LettingGo(SavePolicy):
     """The policy behind it; lets go of the disk when that wants to leave."""
 
-    def __init__(self, policy: SavePolicy, disk: Held) -> None:
+    def __init__(self, policy, disk):
         self.policy, self.disk = policy, disk
 
-    def decide(self, facts: Facts) -> Decision | None:
+    def decide(self, facts):
         decision = self.policy.decide(facts)
         if decision is not None and decision.stop:
             self.disk.go.set()
         return decision
 
 
-def test_a_first_save_that_takes_long_is_not_waited_for_beyond_what_leaves_time_for_the_last(tmp_path: Path) -> None:
+def test_a_first_save_that_takes_long_is_not_waited_for_beyond_what_leaves_time_for_the_last(tmp_path):
     disk = Held()
     first, last = train(tmp_path, 100.5, LettingGo(ckptman.BeforeDeadline(), disk), disk)
     assert first[0] == 1
@@ -223,7 +218,7 @@ def test_a_first_save_that_takes_long_is_not_waited_for_beyond_what_leaves_time_
     assert {path.name for path in tmp_path.glob("step-*")} == {"step-0000000001", "step-0000000028"}
 
 
-def test_the_journal_says_when_an_attempt_was_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_journal_says_when_an_attempt_was_under_way(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     before = time.time()
     for _ in range(2):
@@ -243,7 +238,7 @@ def test_the_journal_says_when_an_attempt_was_under_way(tmp_path: Path, monkeypa
     assert second == StartUp(second.started_seconds, restored["time"], steps[1]["time"])
 
 
-def test_a_run_that_starts_from_a_checkpoint_of_another_one_says_how_long_that_took(tmp_path: Path) -> None:
+def test_a_run_that_starts_from_a_checkpoint_of_another_one_says_how_long_that_took(tmp_path):
     train(tmp_path / "old", None, ckptman.AtStep(3))
     state = {"x": torch.zeros(3)}
     with ckptman.Checkpointer(tmp_path / "new", state, deadline=None) as checkpointer:
@@ -256,9 +251,7 @@ def test_a_run_that_starts_from_a_checkpoint_of_another_one_says_how_long_that_t
 @pytest.mark.parametrize(
     ("text", "reported"), [("CUDA error: uncorrectable ECC error encountered", True), ("shapes do not fit", False)]
 )
-def test_an_error_of_a_device_is_told_to_the_chain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, reported: bool
-) -> None:
+def test_an_error_of_a_device_is_told_to_the_chain(tmp_path, monkeypatch, text, reported):
     outcome = tmp_path / "outcome-1.json"
     monkeypatch.setenv("CKPTMAN_OUTCOME", str(outcome))
     monkeypatch.setenv("SLURMD_NODENAME", "n7")

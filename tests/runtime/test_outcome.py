@@ -1,12 +1,9 @@
 """The outcome of an attempt on disk, and the number of an attempt."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, attempt_n
 STOPPED = Outcome("stopped", 120, "SIGTERM on rank 2", 75, "/scratch/run/checkpoints", 2, 1795269780.5, 4711, "n1")
 
 
-def test_written_and_read_back(tmp_path: Path) -> None:
+def test_written_and_read_back(tmp_path):
     path = tmp_path / ".ckptman" / "outcome.json"
     assert read_outcome(path) is None
     write_outcome(path, STOPPED)
@@ -28,9 +25,9 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == ["outcome.json"], "no temporary file is left"
 
 
-def test_a_failed_write_leaves_the_old_outcome(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_outcome(tmp_path):
     class FullDisk(Disk):
-        def write_file(self, path: Path, data: bytes) -> None:
+        def write_file(self, path, data):
             super().write_file(path, data[:10])
             raise OSError(28, os.strerror(28))
 
@@ -42,7 +39,7 @@ def test_a_failed_write_leaves_the_old_outcome(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["outcome.json"]
 
 
-def test_a_key_of_a_later_version_is_left_out(tmp_path: Path) -> None:
+def test_a_key_of_a_later_version_is_left_out(tmp_path):
     path = tmp_path / "outcome.json"
     write_outcome(path, STOPPED)
     path.write_text(json.dumps({**json.loads(path.read_text()), "goodput": 0.97}))
@@ -59,7 +56,7 @@ def test_a_key_of_a_later_version_is_left_out(tmp_path: Path) -> None:
         (b'{"state": "\xff"}', "UnicodeDecodeError"),
     ],
 )
-def test_garbage_is_corrupt(tmp_path: Path, data: bytes, message: str) -> None:
+def test_garbage_is_corrupt(tmp_path, data, message):
     path = tmp_path / "outcome.json"
     path.write_bytes(data)
     with pytest.raises(CorruptError, match=message) as caught:
@@ -69,7 +66,7 @@ def test_garbage_is_corrupt(tmp_path: Path, data: bytes, message: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("state", "done"), ("state", 3), ("step", "12"), ("root", None)])
-def test_a_wrong_value_is_corrupt(tmp_path: Path, name: str, value: object) -> None:
+def test_a_wrong_value_is_corrupt(tmp_path, name, value):
     path = tmp_path / "outcome.json"
     write_outcome(path, STOPPED)
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
@@ -88,25 +85,25 @@ def test_a_wrong_value_is_corrupt(tmp_path: Path, name: str, value: object) -> N
         ({ATTEMPT_ENV: "", "SLURM_RESTART_COUNT": ""}, 1),
     ],
 )
-def test_attempt_number(environ: dict[str, str], number: int) -> None:
+def test_attempt_number(environ, number):
     assert attempt_number(environ) == number
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "²"])
-def test_attempt_number_that_is_none(text: str) -> None:
+def test_attempt_number_that_is_none(text):
     with pytest.raises(ConfigError, match=ATTEMPT_ENV):
         attempt_number({ATTEMPT_ENV: text})
 
 
-def test_names_that_others_rely_on() -> None:
+def test_names_that_others_rely_on():
     assert (OUTCOME_ENV, ATTEMPT_ENV) == ("CKPTMAN_OUTCOME", "CKPTMAN_ATTEMPT")
 
 
-def test_a_record_is_seen_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_seen_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     disk, path, seen = Disk(), tmp_path / "record.json", []
     real = Disk.write_file
 
-    def looked_at(self: Disk, where: Path, data: bytes) -> None:
+    def looked_at(self, where, data):
         real(self, where, data[:3])
         seen.append(path.exists())
         real(self, where, data)
@@ -119,7 +116,7 @@ def test_a_record_is_seen_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
     assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
     assert path.read_bytes() == b"whole"
 
-    def no_links(source: Path, target: Path) -> None:
+    def no_links(source, target):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)

@@ -1,7 +1,5 @@
 """SignalHandler, with real signals: to this process, and to processes of its own that tell us what they saw."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing
@@ -12,20 +10,18 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
-from typing import IO
 
 import pytest
 
 from ckptman import ConfigError, SignalHandler
 
 
-def send(number: signal.Signals) -> None:
+def send(number):
     os.kill(os.getpid(), number)
 
 
 @pytest.fixture(autouse=True)
-def _handlers_as_before() -> Iterator[None]:
+def _handlers_as_before():
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
@@ -38,7 +34,7 @@ def _handlers_as_before() -> Iterator[None]:
 class Script:
     """A Python process that prints what it sees, and waits for a line before it goes on."""
 
-    def __init__(self, body: str, prefix: str = "") -> None:
+    def __init__(self, body, prefix=""):
         head = "import os, signal, sys, time\nfrom ckptman import SignalHandler\n"
         code = textwrap.dedent(prefix) + head + textwrap.dedent(body)
         self.process = subprocess.Popen(
@@ -49,14 +45,14 @@ class Script:
             text=True,
         )
 
-    def reads(self, line: str) -> None:
-        stream: IO[str] = self.process.stdout  # type: ignore[assignment]
+    def reads(self, line):
+        stream = self.process.stdout
         assert stream.readline().strip() == line, self.process.communicate()
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number):
         self.process.send_signal(number)
 
-    def ends(self) -> tuple[int, str, str]:
+    def ends(self):
         out, err = self.process.communicate(timeout=30)
         return self.process.returncode, out, err
 
@@ -73,7 +69,7 @@ WAIT_TWICE = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_the_first_signal_sets_the_flag(number: signal.Signals) -> None:
+def test_the_first_signal_sets_the_flag(number):
     with SignalHandler(repeat_seconds=0) as signals:
         assert not signals.requested
         assert signals.received is None
@@ -83,21 +79,21 @@ def test_the_first_signal_sets_the_flag(number: signal.Signals) -> None:
     assert signals.received is number, "still readable after the block"
 
 
-def test_the_first_one_is_kept() -> None:
+def test_the_first_one_is_kept():
     with SignalHandler(repeat_seconds=0) as signals:
         send(signal.SIGUSR2)
         send(signal.SIGTERM)
         assert signals.received is signal.SIGUSR2
 
 
-def test_only_the_given_signals() -> None:
+def test_only_the_given_signals():
     with SignalHandler([signal.SIGUSR2], repeat_seconds=0):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_the_second_identical_signal_kills(number: signal.Signals) -> None:
+def test_the_second_identical_signal_kills(number):
     script = Script(WAIT_TWICE)
     script.reads("ready")
     script.signal(number)
@@ -107,7 +103,7 @@ def test_the_second_identical_signal_kills(number: signal.Signals) -> None:
     assert (code, out) == (-number, ""), err
 
 
-def test_the_second_interrupt_raises_keyboard_interrupt() -> None:
+def test_the_second_interrupt_raises_keyboard_interrupt():
     script = Script(WAIT_TWICE)
     script.reads("ready")
     script.signal(signal.SIGINT)
@@ -119,7 +115,7 @@ def test_the_second_interrupt_raises_keyboard_interrupt() -> None:
     assert out == ""
 
 
-def test_a_second_other_signal_does_not_kill() -> None:
+def test_a_second_other_signal_does_not_kill():
     script = Script(WAIT_TWICE)
     script.reads("ready")
     script.signal(signal.SIGTERM)
@@ -129,10 +125,10 @@ def test_a_second_other_signal_does_not_kill() -> None:
     assert (code, out) == (0, "not reached\n")
 
 
-def test_the_second_signal_calls_the_handler_that_was_there() -> None:
-    calls: list[int] = []
+def test_the_second_signal_calls_the_handler_that_was_there():
+    calls = []
 
-    def mine(signum: int, frame: object) -> None:
+    def mine(signum, frame):
         calls.append(signum)
 
     before = signal.signal(signal.SIGUSR1, mine)
@@ -148,7 +144,7 @@ def test_the_second_signal_calls_the_handler_that_was_there() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
+def test_an_ignored_signal_stays_ignored():
     script = Script(
         """
         with SignalHandler(repeat_seconds=0) as signals:
@@ -165,7 +161,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
     assert out.split() == ["SIG_IGN", "None", "SIG_IGN"]
 
 
-def test_restored_after_an_exception() -> None:
+def test_restored_after_an_exception():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RuntimeError, match="step 3"), SignalHandler(repeat_seconds=0):
         assert signal.getsignal(signal.SIGTERM) != before
@@ -173,7 +169,7 @@ def test_restored_after_an_exception() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_restored_when_the_second_interrupt_leaves_the_block() -> None:
+def test_restored_when_the_second_interrupt_leaves_the_block():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), SignalHandler(repeat_seconds=0):
         send(signal.SIGINT)
@@ -181,15 +177,15 @@ def test_restored_when_the_second_interrupt_leaves_the_block() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_what_was_installed_is_undone_if_installing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_installed_is_undone_if_installing_fails(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     real, calls = signal.signal, []
 
-    def fails_once(number: signal.Signals, handler: object) -> object:
+    def fails_once(number, handler):
         calls.append(number)
         if len(calls) == 3:
             raise OSError("no")
-        return real(number, handler)  # type: ignore[arg-type]
+        return real(number, handler)
 
     monkeypatch.setattr(signal, "signal", fails_once)
     with pytest.raises(OSError, match="no"):
@@ -199,7 +195,7 @@ def test_what_was_installed_is_undone_if_installing_fails(monkeypatch: pytest.Mo
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_nested_blocks_both_see_it_and_come_back_in_order() -> None:
+def test_nested_blocks_both_see_it_and_come_back_in_order():
     with SignalHandler(repeat_seconds=0) as outer:
         outer_handler = signal.getsignal(signal.SIGTERM)
         with SignalHandler(repeat_seconds=0) as inner:
@@ -211,7 +207,7 @@ def test_nested_blocks_both_see_it_and_come_back_in_order() -> None:
         assert outer.requested
 
 
-def test_nested_blocks_the_second_signal_reaches_the_outermost_disposition() -> None:
+def test_nested_blocks_the_second_signal_reaches_the_outermost_disposition():
     with (
         pytest.raises(KeyboardInterrupt),
         SignalHandler(repeat_seconds=0) as outer,
@@ -223,9 +219,9 @@ def test_nested_blocks_the_second_signal_reaches_the_outermost_disposition() -> 
         send(signal.SIGINT)
 
 
-def test_a_signal_before_the_first_statement_of_the_body_is_seen() -> None:
+def test_a_signal_before_the_first_statement_of_the_body_is_seen():
     class Early(SignalHandler):
-        def __enter__(self) -> SignalHandler:
+        def __enter__(self):
             entered = super().__enter__()
             send(signal.SIGTERM)
             return entered
@@ -234,11 +230,11 @@ def test_a_signal_before_the_first_statement_of_the_body_is_seen() -> None:
         assert signals.received is signal.SIGTERM
 
 
-def test_a_signal_between_two_handlers_being_set_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_between_two_handlers_being_set_is_seen(monkeypatch):
     real = signal.signal
 
-    def sends_at_once(number: signal.Signals, handler: object) -> object:
-        result = real(number, handler)  # type: ignore[arg-type]
+    def sends_at_once(number, handler):
+        result = real(number, handler)
         if number == signal.SIGTERM and callable(handler):
             send(signal.SIGTERM)
         return result
@@ -248,7 +244,7 @@ def test_a_signal_between_two_handlers_being_set_is_seen(monkeypatch: pytest.Mon
         assert signals.received is signal.SIGTERM
 
 
-def test_used_again_it_starts_afresh() -> None:
+def test_used_again_it_starts_afresh():
     signals = SignalHandler(repeat_seconds=0)
     with signals:
         send(signal.SIGTERM)
@@ -258,7 +254,7 @@ def test_used_again_it_starts_afresh() -> None:
         assert signals.requested
 
 
-def test_entered_twice_is_refused() -> None:
+def test_entered_twice_is_refused():
     with SignalHandler(repeat_seconds=0) as signals:
         with pytest.raises(ConfigError, match="make a new one"):
             signals.__enter__()
@@ -266,10 +262,10 @@ def test_entered_twice_is_refused() -> None:
         assert signals.requested
 
 
-def test_not_in_another_thread() -> None:
-    errors: list[BaseException] = []
+def test_not_in_another_thread():
+    errors = []
 
-    def enter() -> None:
+    def enter():
         try:
             SignalHandler(repeat_seconds=0).__enter__()
         except ConfigError as error:
@@ -286,12 +282,12 @@ def test_not_in_another_thread() -> None:
     ("signals", "message"),
     [([signal.SIGKILL], "SIGKILL cannot be caught"), ([signal.SIGSTOP], "SIGSTOP cannot"), ([4711], "4711")],
 )
-def test_signals_that_cannot_be_caught_are_refused(signals: list[signal.Signals], message: str) -> None:
+def test_signals_that_cannot_be_caught_are_refused(signals, message):
     with pytest.raises(ConfigError, match=message):
         SignalHandler(signals)
 
 
-def test_the_handler_calls_nothing_that_can_block() -> None:
+def test_the_handler_calls_nothing_that_can_block():
     # A signal in the middle of a print: a handler that writes raises "reentrant call" or deadlocks.
     lock = threading.Lock()
     with SignalHandler(repeat_seconds=0) as signals, lock:
@@ -299,12 +295,12 @@ def test_the_handler_calls_nothing_that_can_block() -> None:
         assert signals.requested
 
 
-def _wait_for_ever() -> None:
+def _wait_for_ever():
     threading.Event().wait()
 
 
 @pytest.mark.slow
-def test_forked_workers_can_be_terminated_from_their_first_moment_on() -> None:
+def test_forked_workers_can_be_terminated_from_their_first_moment_on():
     with SignalHandler(repeat_seconds=0) as outer, SignalHandler(repeat_seconds=0) as inner:
         workers = [multiprocessing.get_context("fork").Process(target=_wait_for_ever) for _ in range(20)]
         try:
@@ -326,14 +322,14 @@ def test_forked_workers_can_be_terminated_from_their_first_moment_on() -> None:
         assert inner.requested
 
 
-def test_a_launcher_that_repeats_a_signal_at_once_asks_once() -> None:
+def test_a_launcher_that_repeats_a_signal_at_once_asks_once():
     with SignalHandler() as signals:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
         assert signals.received is signal.SIGTERM
 
 
-def test_what_is_announced_is_said_at_once_and_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_announced_is_said_at_once_and_never_blocks(monkeypatch):
     reader, writer = os.pipe()
     logger = logging.getLogger("ckptman")
     monkeypatch.setattr(logger, "level", logging.INFO)

@@ -13,14 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from ckptman.errors import EXIT_STALLED
-from ckptman.policies.hang_timeout import Patience, Stall
+from ckptman.policies.hang_timeout import Patience
 from ckptman.runtime import watchdog as ending
 from ckptman.runtime.watchdog import Watchdog
 
@@ -54,21 +52,21 @@ class Ended:
     err: str
     at: float
 
-    def said(self, text: str) -> float:
+    def said(self, text):
         """When it said that."""
         return next(float(line.split()[-1]) for line in self.out.splitlines() if line.startswith(text))
 
 
-def command(body: str) -> list[str]:
+def command(body):
     return [sys.executable, "-c", HEAD + body]
 
 
-def run(body: str, folder: Path) -> Ended:
+def run(body, folder):
     done = subprocess.run(command(body), cwd=folder, capture_output=True, text=True, timeout=60)
     return Ended(done.returncode, done.stdout, done.stderr, time.monotonic())
 
 
-def never(stall: Stall, arm: object) -> None:
+def never(stall, arm):
     raise AssertionError(f"taken for stuck: {stall}")
 
 
@@ -82,7 +80,7 @@ read_from_a_dead_mount()
 """
 
 
-def test_a_hang_is_noticed_in_time_and_the_stacks_name_it(tmp_path: Path) -> None:
+def test_a_hang_is_noticed_in_time_and_the_stacks_name_it(tmp_path):
     ended = run(HANGS, tmp_path)
     assert ended.code == EXIT_STALLED == 13
     taken = ended.at - ended.said("hangs")
@@ -95,7 +93,7 @@ def test_a_hang_is_noticed_in_time_and_the_stacks_name_it(tmp_path: Path) -> Non
     assert len(ended.err.splitlines()) == 1
 
 
-def test_stacks_that_cannot_be_written_go_to_standard_error(tmp_path: Path) -> None:
+def test_stacks_that_cannot_be_written_go_to_standard_error(tmp_path):
     (tmp_path / "stacks.txt").mkdir()
     ended = run(HANGS, tmp_path)
     assert ended.code == EXIT_STALLED
@@ -104,7 +102,7 @@ def test_stacks_that_cannot_be_written_go_to_standard_error(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_hang_that_holds_the_interpreter_is_ended_by_the_backstop(tmp_path: Path) -> None:
+def test_a_hang_that_holds_the_interpreter_is_ended_by_the_backstop(tmp_path):
     body = """
 def touch_a_mapped_page():
     say("hangs")
@@ -121,7 +119,7 @@ touch_a_mapped_page()
     assert not (tmp_path / "stacks.txt").exists()
 
 
-def test_the_end_itself_cannot_hang(tmp_path: Path) -> None:
+def test_the_end_itself_cannot_hang(tmp_path):
     """The stacks go to a file system that hangs, standard error is a pipe that is full."""
     body = """
 import ckptman.runtime.watchdog as stall
@@ -137,7 +135,7 @@ stall.end_process("stuck", Path("stacks.txt"), [(0.1, threading.Event().wait), (
 
 
 @pytest.mark.slow
-def test_a_process_that_is_suspended_is_not_stuck_when_it_goes_on(tmp_path: Path) -> None:
+def test_a_process_that_is_suspended_is_not_stuck_when_it_goes_on(tmp_path):
     body = """
 watchdog = watch(2.0)
 say("begins")
@@ -162,7 +160,7 @@ say("goes on")
     assert out.startswith("goes on")
 
 
-def test_forked_children_have_no_watchdog_and_can_end(tmp_path: Path) -> None:
+def test_forked_children_have_no_watchdog_and_can_end(tmp_path):
     body = """
 watchdog = watch(30.0)
 while watchdog.awake_seconds == 0:  # it has looked, so the backstop is armed
@@ -185,7 +183,7 @@ say("ends")
 
 
 @pytest.mark.slow
-def test_the_backstop_watches_on_after_a_fork(tmp_path: Path) -> None:
+def test_the_backstop_watches_on_after_a_fork(tmp_path):
     body = """
 watchdog = watch(1.0)
 threading.Event().wait(0.3)
@@ -198,7 +196,7 @@ ctypes.PyDLL(None).sleep(60)
     assert run(body, tmp_path).code == 1
 
 
-def test_off_is_no_thread() -> None:
+def test_off_is_no_thread():
     before = threading.active_count()
     watchdog = Watchdog(None, never)
     watchdog.start()
@@ -211,7 +209,7 @@ def test_off_is_no_thread() -> None:
 
 
 @pytest.mark.slow
-def test_one_that_is_closed_or_thrown_away_has_no_thread() -> None:
+def test_one_that_is_closed_or_thrown_away_has_no_thread():
     before = set(threading.enumerate())
     closed, dropped = Watchdog(Patience(1.0), never), Watchdog(Patience(1.0), never)
     closed.start()
@@ -227,9 +225,9 @@ def test_one_that_is_closed_or_thrown_away_has_no_thread() -> None:
 
 
 @contextlib.contextmanager
-def looking(patience: Patience) -> Iterator[tuple[Watchdog, list[Stall]]]:
+def looking(patience):
     """A watchdog that is told the time, and what it found. The backstop must not be left armed in this process."""
-    found: list[Stall] = []
+    found = []
     watchdog = Watchdog(patience, lambda stall, arm: found.append(stall))
     try:
         yield watchdog, found
@@ -237,7 +235,7 @@ def looking(patience: Patience) -> Iterator[tuple[Watchdog, list[Stall]]]:
         watchdog.close()
 
 
-def test_a_long_save_or_evaluation_within_its_allowance_is_no_stall() -> None:
+def test_a_long_save_or_evaluation_within_its_allowance_is_no_stall():
     with looking(Patience(10.0)) as (watchdog, found):
         watchdog.beat("step", 1)
         for _ in range(19):  # an evaluation of 9.5 s
@@ -252,7 +250,7 @@ def test_a_long_save_or_evaluation_within_its_allowance_is_no_stall() -> None:
     assert (found[0].limit_seconds, found[0].waited_seconds) == (28.5, 29.0)
 
 
-def test_a_sign_of_life_from_an_evaluation_counts() -> None:
+def test_a_sign_of_life_from_an_evaluation_counts():
     with looking(Patience(10.0)) as (watchdog, found):
         for step in range(100):
             for _ in range(9):
@@ -262,7 +260,7 @@ def test_a_sign_of_life_from_an_evaluation_counts() -> None:
     assert not found
 
 
-def test_time_in_which_the_process_did_not_run_does_not_count() -> None:
+def test_time_in_which_the_process_did_not_run_does_not_count():
     with looking(Patience(10.0)) as (watchdog, found):
         watchdog.beat("step", 1)
         for _ in range(4):
@@ -271,7 +269,7 @@ def test_time_in_which_the_process_did_not_run_does_not_count() -> None:
     assert not found
 
 
-def test_a_sign_of_life_costs_next_to_nothing() -> None:
+def test_a_sign_of_life_costs_next_to_nothing():
     watchdog = Watchdog(Patience(), never)
     begun = time.perf_counter()
     for step in range(10_000):
@@ -279,11 +277,11 @@ def test_a_sign_of_life_costs_next_to_nothing() -> None:
     assert (time.perf_counter() - begun) / 10_000 < 50e-6  # measured: less than 1 us
 
 
-def test_a_part_of_the_end_that_fails_or_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[object] = []
+def test_a_part_of_the_end_that_fails_or_hangs_is_left_behind(tmp_path, monkeypatch):
+    done = []
     hangs = threading.Event()
 
-    def fails() -> None:
+    def fails():
         raise OSError("gone")
 
     parts = [(0.1, hangs.wait), (5.0, fails), (5.0, lambda: done.append("part"))]
@@ -297,7 +295,7 @@ def test_a_part_of_the_end_that_fails_or_hangs_is_left_behind(tmp_path: Path, mo
     assert ending.within(5.0, lambda: None)
 
 
-def test_the_stacks_of_two_ends_are_kept_and_no_link_is_followed(tmp_path: Path) -> None:
+def test_the_stacks_of_two_ends_are_kept_and_no_link_is_followed(tmp_path):
     path = tmp_path / "stacks.txt"
     ending.write_stacks(path, "first\x1b")
     ending.write_stacks(path, "second")

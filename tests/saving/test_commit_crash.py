@@ -1,7 +1,5 @@
 """A crash or an error at any single operation of a save, a deletion or a prune leaves the old set or the new set."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -27,25 +25,25 @@ Scene = tuple[Callable[[Path], None], Callable[[Path, Disk], object]]
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting(monkeypatch):
     """Nobody pulls the plug here: what counts is the order of operations."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-def nothing(root: Path) -> None:
+def nothing(root):
     """No root yet."""
 
 
-def one(root: Path) -> None:
+def one(root):
     save(root, 100, b"first")
 
 
-def three(root: Path) -> None:
+def three(root):
     for step in (100, 200, 300):
         save(root, step, b"%d" % step)
 
 
-def littered(root: Path) -> None:
+def littered(root):
     """Three checkpoints, and what every kind of crash leaves."""
     three(root)
     for kind in ("tmp", "trash", "old"):
@@ -58,16 +56,16 @@ def littered(root: Path) -> None:
     outcome_path(root).with_name("outcome.json.tmp-1-0123abcd").touch()
 
 
-def delete(root: Path, disk: Disk) -> None:
+def delete(root, disk):
     entry = Catalog(root).entry(100)
     LocalBackend(root, disk).remove(entry.path, entry.path.name, "0123abcd-1")
 
 
-def prune(root: Path, disk: Disk) -> None:
+def prune(root, disk):
     execute(root, plan_prune(root, KeepLast(1)), "0123abcd-1", disk)
 
 
-SCENES: dict[str, Scene] = {
+SCENES = {
     "the first save": (nothing, lambda root, disk: save(root, 100, b"new", disk)),
     "a save": (one, lambda root, disk: save(root, 200, b"new", disk)),
     "a save over the same step": (one, lambda root, disk: save(root, 100, b"new", disk)),
@@ -79,7 +77,7 @@ SCENES: dict[str, Scene] = {
 }
 
 
-def allowed(scene: Scene, tmp_path: Path) -> list[Holding]:
+def allowed(scene, tmp_path):
     """The states that may be seen: before, after, and for a prune those in between, one whole checkpoint at a time.
 
     Leaves what was there before in `before`.
@@ -96,7 +94,7 @@ def allowed(scene: Scene, tmp_path: Path) -> list[Holding]:
     return states
 
 
-def as_before(tmp_path: Path, fault: Fault) -> Path:
+def as_before(tmp_path, fault):
     """A root of its own for one fault."""
     root = tmp_path / f"{fault.at}-{fault.when}"
     if (tmp_path / "before").exists():
@@ -104,11 +102,11 @@ def as_before(tmp_path: Path, fault: Fault) -> Path:
     return root
 
 
-def names(root: Path) -> set[str]:
+def names(root):
     return {path.name for path in root.iterdir()} - {".ckptman"}
 
 
-def goes_on(root: Path) -> None:
+def goes_on(root):
     """A save and a prune work as if nothing had been, and leave nothing behind that is not a checkpoint."""
     newest = max((sequence for sequence, _ in holds(root).values()), default=0) if root.exists() else 0
     saved = save(root, 400, b"after the fault")
@@ -124,10 +122,10 @@ def goes_on(root: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENES)
-def test_death_at_any_operation(tmp_path: Path, name: str) -> None:
+def test_death_at_any_operation(tmp_path, name):
     act = SCENES[name][1]
     states = allowed(SCENES[name], tmp_path)
-    seen: list[Holding] = []
+    seen = []
     for fault in faults():
         root = as_before(tmp_path, fault)
         disk = FaultyDisk(fault)
@@ -148,7 +146,7 @@ def test_death_at_any_operation(tmp_path: Path, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENES)
 @pytest.mark.filterwarnings("ignore:.* could not be removed:RuntimeWarning")
-def test_an_error_at_any_operation(tmp_path: Path, name: str) -> None:
+def test_an_error_at_any_operation(tmp_path, name):
     act = SCENES[name][1]
     states = allowed(SCENES[name], tmp_path)
     errors = 0
@@ -178,17 +176,17 @@ def test_an_error_at_any_operation(tmp_path: Path, name: str) -> None:
 class Content:
     """What a rank writes to its data file: three strides."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data):
         self._data = data
         self.size_bytes = len(data)
 
-    def view(self, offset: int, scratch: memoryview) -> memoryview:
+    def view(self, offset, scratch):
         scratch[:] = self._data[offset : offset + len(scratch)]
         return scratch
 
 
 @pytest.mark.parametrize("error", [None, errno.ENOSPC, errno.EIO])
-def test_a_data_file_whose_writing_dies_or_fails_at_any_operation(tmp_path: Path, error: int | None) -> None:
+def test_a_data_file_whose_writing_dies_or_fails_at_any_operation(tmp_path, error):
     content = Content(os.urandom(8192) * 1200)
     struck = set()
     for fault in faults(error):
@@ -208,7 +206,7 @@ def test_a_data_file_whose_writing_dies_or_fails_at_any_operation(tmp_path: Path
     assert struck == {"write_at", "sync_file"}
 
 
-def test_an_abandoned_draft_is_removed_or_left_for_prune(tmp_path: Path) -> None:
+def test_an_abandoned_draft_is_removed_or_left_for_prune(tmp_path):
     place = LocalBackend(tmp_path, FaultyDisk(Fault(1, "midway", errno.EIO)))
     draft = place.begin("step-0000000100", "0123abcd-1")
     (Path(draft) / "a").touch()
@@ -221,7 +219,7 @@ def test_an_abandoned_draft_is_removed_or_left_for_prune(tmp_path: Path) -> None
     place.abandon(draft)
 
 
-def test_a_save_that_cannot_take_its_name_puts_the_earlier_one_back(tmp_path: Path) -> None:
+def test_a_save_that_cannot_take_its_name_puts_the_earlier_one_back(tmp_path):
     before = save(tmp_path, 100)
     renames = [at for at, name in enumerate(log_of_a_save_over(tmp_path / "other")) if name == "rename"]
     disk = FaultyDisk(Fault(renames[1], "before", errno.EIO))
@@ -230,7 +228,7 @@ def test_a_save_that_cannot_take_its_name_puts_the_earlier_one_back(tmp_path: Pa
     assert Catalog(tmp_path).entry(100).path == before.path
 
 
-def test_trouble_with_the_earlier_save_fails_no_save(tmp_path: Path) -> None:
+def test_trouble_with_the_earlier_save_fails_no_save(tmp_path):
     save(tmp_path, 100)
     removal = log_of_a_save_over(tmp_path / "other").index("remove_tree")
     with pytest.warns(RuntimeWarning, match="could not be removed .*ckptman prune will"):
@@ -239,7 +237,7 @@ def test_trouble_with_the_earlier_save_fails_no_save(tmp_path: Path) -> None:
     assert saved.sequence == 2
 
 
-def log_of_a_save_over(root: Path) -> list[str]:
+def log_of_a_save_over(root):
     """The operations of a save over an earlier one of the same step."""
     save(root, 100)
     disk = FaultyDisk()
@@ -248,13 +246,13 @@ def log_of_a_save_over(root: Path) -> list[str]:
     return disk.log
 
 
-def test_a_tag_is_used_once(tmp_path: Path) -> None:
+def test_a_tag_is_used_once(tmp_path):
     LocalBackend(tmp_path).begin("step-0000000100", "0123abcd-1")
     with pytest.raises(FileExistsError):
         LocalBackend(tmp_path).begin("step-0000000100", "0123abcd-1")
 
 
-def test_a_folder_of_any_name_can_be_committed(tmp_path: Path) -> None:
+def test_a_folder_of_any_name_can_be_committed(tmp_path):
     """`StorageWriter` commits under the name that its caller chose, also one that looks like a draft."""
     place = LocalBackend(tmp_path)
     for content in (b"first", b"second"):
@@ -269,7 +267,7 @@ def test_a_folder_of_any_name_can_be_committed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_a_save_takes_the_place_of_a_file_or_link_of_its_name(tmp_path: Path, link: bool) -> None:
+def test_a_save_takes_the_place_of_a_file_or_link_of_its_name(tmp_path, link):
     elsewhere = tmp_path / "elsewhere"
     save(elsewhere, 5)
     root = tmp_path / "root"
@@ -285,7 +283,7 @@ def test_a_save_takes_the_place_of_a_file_or_link_of_its_name(tmp_path: Path, li
 
 
 @pytest.mark.parametrize("name", ["file", "file/below", "dangling"])
-def test_a_root_that_cannot_be(tmp_path: Path, name: str) -> None:
+def test_a_root_that_cannot_be(tmp_path, name):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CkptmanError, match="name another root") as caught:
@@ -293,7 +291,7 @@ def test_a_root_that_cannot_be(tmp_path: Path, name: str) -> None:
     assert caught.value.exit_code == 10
 
 
-def test_replacing_a_file_at_any_operation(tmp_path: Path) -> None:
+def test_replacing_a_file_at_any_operation(tmp_path):
     for fault in faults(when=WHEN):
         folder = tmp_path / f"{fault.at}-{fault.when}"
         folder.mkdir()

@@ -1,7 +1,5 @@
 """kill -9 of a process that commits and prunes without pause: what it said was committed is there, and whole."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -23,7 +21,7 @@ from tests.helpers.faulty_disk import holds, save
 KEPT = 2
 
 
-def saves_forever(root: Path, seed: int) -> None:
+def saves_forever(root, seed):
     """Claim, commit, tell, prune, again and again; now and then an earlier step, or the same step once more."""
     os.fsync = lambda fd: None  # a kill is no power cut, and more happens in the same time
     dice = random.Random(seed)
@@ -38,7 +36,7 @@ def saves_forever(root: Path, seed: int) -> None:
         execute(root, plan_prune(root, KeepLast(KEPT)), held.next_tag())
 
 
-def kill_again_and_again(root: Path, kills: int, seed: int) -> None:
+def kill_again_and_again(root, kills, seed):
     """Start the process above and kill it at a random moment, `kills` times, looking at the root each time."""
     print(f"seed {seed}")
     dice = random.Random(seed)
@@ -69,13 +67,13 @@ def kill_again_and_again(root: Path, kills: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_ten_kills(tmp_path: Path) -> None:
+def test_ten_kills(tmp_path):
     kill_again_and_again(tmp_path / "root", 10, seed=random.randrange(2**32))
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
-def test_five_hundred_kills(tmp_path: Path) -> None:
+def test_five_hundred_kills(tmp_path):
     kill_again_and_again(tmp_path / "root", 500, seed=random.randrange(2**32))
 
 

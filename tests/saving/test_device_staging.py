@@ -1,16 +1,11 @@
 """Private copies of what is on a device, a pretended one: streams, pinned memory, graphs, and what goes wrong there."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,44 +14,43 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptman
 from ckptman.saving import staging
-from ckptman.saving.staging import Slot, Staged, Stager
-from ckptman.saving.write_plan import RankFile
+from ckptman.saving.staging import Slot, Stager
 from ckptman.state import accelerators
 from ckptman.state.file_layout import Image
-from tests.helpers.fake_device import FakeDevice, OnDevice, Stream, fake_devices
+from tests.helpers.fake_device import OnDevice, fake_devices
 from tests.saving.test_staging import WAIT, behind, differing, file_of
 
 ZERO = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def device() -> Iterator[FakeDevice]:
+def device():
     with fake_devices(count=2) as made:
         yield made
 
 
 @pytest.fixture
-def stager() -> Iterator[Stager]:
-    made = Stager(SimpleNamespace(idle=False))  # type: ignore[arg-type]
-    made._has_room = lambda file: True  # type: ignore[method-assign]
+def stager():
+    made = Stager(SimpleNamespace(idle=False))
+    made._has_room = lambda file: True
     yield made
     made.close()
 
 
 @pytest.fixture(autouse=True)
-def _no_buffers_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_buffers_of_before(monkeypatch):
     monkeypatch.setattr(accelerators, "_free", accelerators.deque())
     monkeypatch.setattr(accelerators, "_warned", False)
 
 
-def staged_values(staged: Staged, file: RankFile, number: int) -> torch.Tensor:
+def staged_values(staged, file, number):
     """What a slot holds of a tensor of float32."""
     _, shape = file.pieces[number], file.pieces[number].sizes
     count = torch.Size(shape).numel()
     return torch.frombuffer(staged.slot.memory, dtype=torch.float32, count=count, offset=file.places[number].payload)
 
 
-def slot_for(file: RankFile, memory: list[torch.Tensor]) -> Slot:
+def slot_for(file, memory):
     """A slot that is pinned, as the first one of a file."""
     return staging._slot_for(file, [staging._kind(each) for each in memory], staging._device_of(memory), None)
 
@@ -64,34 +58,30 @@ def slot_for(file: RankFile, memory: list[torch.Tensor]) -> Slot:
 class Three:
     """Tensors "a", "b" and "c" of ones, twos and threes; the first two on a device."""
 
-    def __init__(self, device: FakeDevice) -> None:
+    def __init__(self, device):
         values = {"a": torch.full((300,), 1.0), "b": torch.full((200,), 2.0), "c": torch.full((100,), 3.0)}
         self.file, on_host = file_of({"x": values})
         self.names = [piece.name for piece in self.file.pieces]
         self.device = device
-        self.memory: list[torch.Tensor] = [
-            each if name == "x.c" else device.tensor(each) for name, each in zip(self.names, on_host)
-        ]
+        self.memory = [each if name == "x.c" else device.tensor(each) for name, each in zip(self.names, on_host)]
 
-    def number(self, name: str) -> int:
+    def number(self, name):
         return self.names.index(f"x.{name}")
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name):
         return self.memory[self.number(name)]
 
-    def staged(self, staged: Staged) -> dict[str, float]:
+    def staged(self, staged):
         """The value that fills each staged tensor."""
         found = {name: staged_values(staged, self.file, self.number(name)).unique().tolist() for name in "abc"}
         assert all(len(each) == 1 for each in found.values()), found
         return {name: each[0] for name, each in found.items()}
 
 
-def test_a_copy_is_of_what_the_step_has_made_and_complete_when_the_save_returns(
-    device: FakeDevice, stager: Stager
-) -> None:
+def test_a_copy_is_of_what_the_step_has_made_and_complete_when_the_save_returns(device, stager):
     three = Three(device)
     stager.prepare(three.file, three.memory)
-    done: list[Staged] = []
+    done = []
     go = device.main.hold()
     three["a"].fill_(7.0)  # the step has not ended yet
     with behind(lambda: done.append(stager.stage(three.file, three.memory))) as returned:
@@ -100,7 +90,7 @@ def test_a_copy_is_of_what_the_step_has_made_and_complete_when_the_save_returns(
     assert three.staged(done[0]) == {"a": 7.0, "b": 2.0, "c": 3.0}
 
 
-def test_the_host_waits_for_nothing_where_the_copy_may_run_on(device: FakeDevice, stager: Stager) -> None:
+def test_the_host_waits_for_nothing_where_the_copy_may_run_on(device, stager):
     three = Three(device)
     stager.prepare(three.file, three.memory)
     stager._streams[ZERO] = device.Stream(ZERO)
@@ -120,7 +110,7 @@ def test_the_host_waits_for_nothing_where_the_copy_may_run_on(device: FakeDevice
     assert device.values(three["b"]).unique() == 9.0
 
 
-def test_each_stream_that_steps_waits_while_the_copy_runs(device: FakeDevice, stager: Stager) -> None:
+def test_each_stream_that_steps_waits_while_the_copy_runs(device, stager):
     three = Three(device)
     side = device.Stream(ZERO)
     stager._streams[ZERO] = device.Stream(ZERO)
@@ -138,20 +128,18 @@ def test_each_stream_that_steps_waits_while_the_copy_runs(device: FakeDevice, st
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_is_freed_after_a_save_is_not_written_over_before_it_is_copied(
-    device: FakeDevice, stager: Stager, monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
+def test_what_is_freed_after_a_save_is_not_written_over_before_it_is_copied(device, stager, monkeypatch, overlap):
     three, copy, gates = Three(device), Slot.copy, []
     number = three.number("a")
     stager.prepare(three.file, three.memory)
-    done: list[Staged] = []
+    done = []
 
-    def held_up(slot: Slot, memory: Any, numbers: Any) -> None:
+    def held_up(slot, memory, numbers):
         if number in numbers:
             gates.append(device.current_stream(ZERO).hold())
         copy(slot, memory, numbers)
 
-    def save() -> None:
+    def save():
         memory, three.memory = three.memory, []
         done.append(stager.stage(three.file, memory, {number} if overlap else set()))
         del memory
@@ -166,12 +154,10 @@ def test_what_is_freed_after_a_save_is_not_written_over_before_it_is_copied(
     assert three.staged(done[0]) == {"a": 1.0, "b": 2.0, "c": 3.0}
 
 
-def test_tensors_of_the_host_are_copied_behind_the_training_beside_a_device_too(
-    device: FakeDevice, stager: Stager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_of_the_host_are_copied_behind_the_training_beside_a_device_too(device, stager, monkeypatch):
     three, threads, copy = Three(device), {}, Slot.copy
 
-    def noted(slot: Slot, memory: Any, numbers: Any) -> None:
+    def noted(slot, memory, numbers):
         threads.update(dict.fromkeys(numbers, threading.current_thread().name))
         copy(slot, memory, numbers)
 
@@ -183,11 +169,11 @@ def test_tensors_of_the_host_are_copied_behind_the_training_beside_a_device_too(
     assert three.staged(staged) == {"a": 1.0, "b": 2.0, "c": 3.0}
 
 
-def test_no_thread_makes_a_context_on_a_device_of_another_rank(device: FakeDevice, stager: Stager) -> None:
+def test_no_thread_makes_a_context_on_a_device_of_another_rank(device, stager):
     device.set_device(1)
     inner = torch.arange(300.0)
     file, memory = file_of({"x": {"a": inner}})
-    on_device: list[torch.Tensor] = [device.tensor(memory[0], 1)]
+    on_device = [device.tensor(memory[0], 1)]
     staged = stager.stage(file, on_device, {0})
     staged.wait()
     assert differing(staged, file, memory) == []
@@ -204,7 +190,7 @@ def test_no_thread_makes_a_context_on_a_device_of_another_rank(device: FakeDevic
 # ---- tensors of classes of their own, and values that hold tensors ---------------------------------------------------
 
 
-def test_a_tensor_made_of_others_is_copied_to_the_host_with_the_rest(device: FakeDevice, stager: Stager) -> None:
+def test_a_tensor_made_of_others_is_copied_to_the_host_with_the_rest(device, stager):
     three = Three(device)
     parts = device.tensor(torch.full((5,), 1.0)), device.tensor(torch.full((5,), 2.0))
     stager.prepare(three.file, three.memory)
@@ -223,7 +209,7 @@ def test_a_tensor_made_of_others_is_copied_to_the_host_with_the_rest(device: Fak
 # ---- pinned memory ---------------------------------------------------------------------------------------------------
 
 
-def test_pinned_memory_is_given_up_while_it_is_mapped(device: FakeDevice, stager: Stager) -> None:
+def test_pinned_memory_is_given_up_while_it_is_mapped(device, stager):
     three, runtime = Three(device), device.runtime
     stager.stage(three.file, three.memory).release()
     (size,) = runtime.registered.values()
@@ -236,7 +222,7 @@ def test_pinned_memory_is_given_up_while_it_is_mapped(device: FakeDevice, stager
     assert runtime.calls == ["register", "unregister"] * 2
 
 
-def test_pinned_memory_that_nobody_gave_up_is_given_up_while_it_is_mapped(device: FakeDevice) -> None:
+def test_pinned_memory_that_nobody_gave_up_is_given_up_while_it_is_mapped(device):
     three = Three(device)
     slot = slot_for(three.file, three.memory)
     assert len(device.runtime.registered) == 1
@@ -245,7 +231,7 @@ def test_pinned_memory_that_nobody_gave_up_is_given_up_while_it_is_mapped(device
     assert device.runtime.registered == {}
 
 
-def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_a_warning(device: FakeDevice, stager: Stager) -> None:
+def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_a_warning(device, stager):
     three = Three(device)
     device.runtime.fails = True
     with pytest.warns(RuntimeWarning, match=r"host memory cannot be pinned \(2\): .*ulimit -l"):
@@ -260,7 +246,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_a_warning(device: Fa
 
 
 @pytest.mark.parametrize("memfd", [True, False])
-def test_a_fork_leaves_the_memory_of_a_slot_what_it_is(memfd: bool) -> None:
+def test_a_fork_leaves_the_memory_of_a_slot_what_it_is(memfd):
     """A page of private memory that is written after a fork becomes another one, of which a device does not know."""
     file, memory = file_of({"x": {"w": torch.zeros(300_000)}})
     with mock.patch.object(
@@ -289,10 +275,10 @@ def test_a_fork_leaves_the_memory_of_a_slot_what_it_is(memfd: bool) -> None:
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def failing_put(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+def failing_put(monkeypatch, at):
     put, calls = staging.put, []
 
-    def failing(*args: Any, **options: Any) -> None:
+    def failing(*args, **options):
         calls.append(1)
         if len(calls) == at:
             raise RuntimeError("CUDA error: out of memory")
@@ -304,15 +290,15 @@ def failing_put(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 @pytest.mark.parametrize("at", [2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_slot_is_not_free_while_a_device_still_copies_for_a_save_that_failed(
-    device: FakeDevice, stager: Stager, monkeypatch: pytest.MonkeyPatch, overlap: bool, at: int
-) -> None:
+    device, stager, monkeypatch, overlap, at
+):
     """The second copy of three fails, on the device, or the third, on the host."""
     three = Three(device)
     stager._streams[ZERO] = device.Stream(ZERO)
     stager.prepare(three.file, three.memory)
     failing_put(monkeypatch, at)
 
-    def fail() -> None:
+    def fail():
         with pytest.raises(RuntimeError, match="out of memory"):
             stager.stage(three.file, three.memory, {three.number("b")} if overlap else set())
 
@@ -326,13 +312,11 @@ def test_a_slot_is_not_free_while_a_device_still_copies_for_a_save_that_failed(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_device_that_fails_in_the_middle_of_a_copy_fails_the_save(
-    device: FakeDevice, stager: Stager, overlap: bool
-) -> None:
+def test_a_device_that_fails_in_the_middle_of_a_copy_fails_the_save(device, stager, overlap):
     three = Three(device)
     stager.prepare(three.file, three.memory)
 
-    def fail() -> None:
+    def fail():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     device.main.submit(fail)
@@ -344,24 +328,24 @@ def test_a_device_that_fails_in_the_middle_of_a_copy_fails_the_save(
 # ---- the second slot -------------------------------------------------------------------------------------------------
 
 
-def test_a_save_waits_for_whichever_slot_comes_first(monkeypatch: pytest.MonkeyPatch, stager: Stager) -> None:
+def test_a_save_waits_for_whichever_slot_comes_first(monkeypatch, stager):
     file, memory = file_of({"x": {"w": torch.zeros(1000)}})
     first = stager.stage(file, memory)
     allocate, may_allocate, asked = staging._allocate, threading.Event(), threading.Event()
 
-    def slow(size: int, path: Any) -> Any:
+    def slow(size, path):
         asked.set()
         assert may_allocate.wait(WAIT)
         return allocate(size, path)
 
     monkeypatch.setattr(staging, "_allocate", slow)
-    second: list[Staged] = []
+    second = []
     with behind(lambda: second.append(stager.stage(file, memory))) as done:
         assert asked.wait(WAIT)
         assert not done.is_set()
         first.release()
     assert second[0].slot is first.slot
-    third: list[Staged] = []
+    third = []
     with behind(lambda: third.append(stager.stage(file, memory))):
         may_allocate.set()
     assert third[0].slot is not first.slot
@@ -372,11 +356,11 @@ def test_a_save_waits_for_whichever_slot_comes_first(monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def slow(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def slow(device, monkeypatch):
     """Each copy from the device takes its time."""
     copy = Slot.copy
 
-    def slowly(slot: Slot, memory: Any, numbers: Any) -> None:
+    def slowly(slot, memory, numbers):
         if any(memory[number].device == ZERO for number in numbers):
             device.current_stream(ZERO).submit(lambda: time.sleep(0.2))
         copy(slot, memory, numbers)
@@ -385,7 +369,7 @@ def slow(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Model(torch.nn.Module):
-    def __init__(self, device: FakeDevice) -> None:
+    def __init__(self, device):
         super().__init__()
         self.weight = torch.nn.Parameter(device.tensor(torch.full((1000,), 1.0)))
         self.register_buffer("seen", device.tensor(torch.zeros(10)))
@@ -394,28 +378,28 @@ class Model(torch.nn.Module):
 class Run:
     """A model on a device, and its optimizer, which adds 1 to its parameter in each step."""
 
-    def __init__(self, device: FakeDevice, root: Path, **options: Any) -> None:
+    def __init__(self, device, root, **options):
         self.device, self.root = device, root
         self.model = Model(device)
         self.optimizer = torch.optim.SGD([self.model.weight], lr=1.0)
         self.model.weight.grad = device.tensor(torch.full((1000,), -1.0))
-        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.state = {"model": self.model, "optimizer": self.optimizer}
         self.checkpointer = ckptman.Checkpointer(root, self.state, deadline=None, overlap=True, **options)
 
     @property
-    def staging_stream(self) -> Stream:
+    def staging_stream(self):
         assert self.checkpointer._saver._stager is not None
         streams = self.checkpointer._saver._stager._streams
-        return streams.setdefault(ZERO, self.device.Stream(ZERO))  # type: ignore[no-any-return]
+        return streams.setdefault(ZERO, self.device.Stream(ZERO))
 
-    def saved(self, step: int) -> list[float]:
+    def saved(self, step):
         """The values in the parameter of a checkpoint."""
         found = {"model": {"weight": torch.zeros(1000), "seen": torch.zeros(10)}}
         ckptman.load(found, self.root / f"step-{step:010d}")
-        return found["model"]["weight"].unique().tolist()  # type: ignore[no-any-return]
+        return found["model"]["weight"].unique().tolist()
 
 
-def test_a_step_waits_on_its_stream_for_the_copy(device: FakeDevice, tmp_path: Path) -> None:
+def test_a_step_waits_on_its_stream_for_the_copy(device, tmp_path):
     run = Run(device, tmp_path)
     with run.checkpointer:
         run.optimizer.step()
@@ -427,7 +411,7 @@ def test_a_step_waits_on_its_stream_for_the_copy(device: FakeDevice, tmp_path: P
     assert [run.saved(1), run.saved(2)] == [[2.0], [5.0]]
 
 
-def test_two_optimizers_on_two_streams_wait_both(device: FakeDevice, tmp_path: Path) -> None:
+def test_two_optimizers_on_two_streams_wait_both(device, tmp_path):
     run, side = Run(device, tmp_path), device.Stream(ZERO)
     other = torch.optim.SGD([torch.nn.Parameter(device.tensor(torch.zeros(3)))], lr=1.0)
     with run.checkpointer:
@@ -442,7 +426,7 @@ def test_two_optimizers_on_two_streams_wait_both(device: FakeDevice, tmp_path: P
     assert run.saved(1) == [2.0]
 
 
-def test_an_optimizer_that_was_replaced_waits_too(device: FakeDevice, tmp_path: Path) -> None:
+def test_an_optimizer_that_was_replaced_waits_too(device, tmp_path):
     run = Run(device, tmp_path)
     with run.checkpointer:
         run.optimizer.step()
@@ -452,13 +436,13 @@ def test_an_optimizer_that_was_replaced_waits_too(device: FakeDevice, tmp_path: 
     assert run.saved(1) == [2.0]
 
 
-def captured(run: Run) -> Callable[[], None]:
+def captured(run):
     with run.device.capture() as graph:
         run.optimizer.step()
     return graph.replay
 
 
-def replays_at_once(run: Run, replay: Callable[[], None]) -> list[float]:
+def replays_at_once(run, replay):
     """Save, and go on with steps that call no hook, while nothing is copied until the end. Returns what was saved."""
     step = 1 + max((int(path.name[5:]) for path in run.root.glob("step-*")), default=0)
     run.checkpointer.save(step)
@@ -468,7 +452,7 @@ def replays_at_once(run: Run, replay: Callable[[], None]) -> list[float]:
     return run.saved(step)
 
 
-def test_steps_of_a_graph_do_not_change_what_is_being_copied(device: FakeDevice, tmp_path: Path, slow: None) -> None:
+def test_steps_of_a_graph_do_not_change_what_is_being_copied(device, tmp_path, slow):
     run = Run(device, tmp_path)
     with run.checkpointer:
         run.optimizer.step()
@@ -478,9 +462,7 @@ def test_steps_of_a_graph_do_not_change_what_is_being_copied(device: FakeDevice,
         assert replays_at_once(run, replay) == [4.0]
 
 
-def test_steps_of_a_graph_of_before_the_run_do_not_change_what_is_being_copied(
-    device: FakeDevice, tmp_path: Path, slow: None
-) -> None:
+def test_steps_of_a_graph_of_before_the_run_do_not_change_what_is_being_copied(device, tmp_path, slow):
     model = Model(device)
     optimizer = torch.optim.SGD([model.weight], lr=1.0)
     model.weight.grad = device.tensor(torch.full((1000,), -1.0))
@@ -492,9 +474,7 @@ def test_steps_of_a_graph_of_before_the_run_do_not_change_what_is_being_copied(
         assert replays_at_once(run, graph.replay) == [1.0]
 
 
-def test_an_optimizer_that_is_meant_for_graphs_is_not_overlapped(
-    device: FakeDevice, tmp_path: Path, slow: None
-) -> None:
+def test_an_optimizer_that_is_meant_for_graphs_is_not_overlapped(device, tmp_path, slow):
     run = Run(device, tmp_path)
     run.optimizer.param_groups[0]["capturable"] = True
     with run.checkpointer:
@@ -504,7 +484,7 @@ def test_an_optimizer_that_is_meant_for_graphs_is_not_overlapped(
         assert run.checkpointer._saver._staged == []
 
 
-def test_a_graph_can_be_captured_while_a_save_is_being_copied(device: FakeDevice, tmp_path: Path, slow: None) -> None:
+def test_a_graph_can_be_captured_while_a_save_is_being_copied(device, tmp_path, slow):
     """It neither waits for an event that is not in it, nor does anybody ask the device for one meanwhile."""
     run = Run(device, tmp_path)
     with run.checkpointer:
@@ -521,12 +501,12 @@ def test_a_graph_can_be_captured_while_a_save_is_being_copied(device: FakeDevice
 # ---- saves that block ------------------------------------------------------------------------------------------------
 
 
-def test_saves_that_block_go_through_pinned_memory(device: FakeDevice, tmp_path: Path) -> None:
+def test_saves_that_block_go_through_pinned_memory(device, tmp_path):
     values = torch.randn(70_000), torch.randn(500, 300).T, torch.randn(40, 40, dtype=torch.complex64).conj()
     state = {f"v{number}": device.tensor(each.contiguous().resolve_conj()) for number, each in enumerate(values)}
     state["v1"] = device.tensor(values[1].T.contiguous()).T
     asked, pinned = [], device.is_pinned
-    with mock.patch.object(device, "is_pinned", lambda each: asked.append(pinned(each)) or asked[-1]):  # type: ignore[func-returns-value]
+    with mock.patch.object(device, "is_pinned", lambda each: asked.append(pinned(each)) or asked[-1]):
         ckptman.save({"x": state}, tmp_path / "saved")
     assert asked
     assert all(asked)
@@ -535,7 +515,7 @@ def test_saves_that_block_go_through_pinned_memory(device: FakeDevice, tmp_path:
     assert all(torch.equal(found["x"][f"v{number}"], each) for number, each in enumerate(values))
 
 
-def test_saves_that_block_need_no_pinned_memory(device: FakeDevice, tmp_path: Path) -> None:
+def test_saves_that_block_need_no_pinned_memory(device, tmp_path):
     values = torch.randn(70_000)
     refused = RuntimeError("CUDA error: out of memory")
     with (
@@ -548,7 +528,7 @@ def test_saves_that_block_need_no_pinned_memory(device: FakeDevice, tmp_path: Pa
     assert torch.equal(found["x"], values)
 
 
-def test_slots_that_are_made_ahead_are_pinned_then(device: FakeDevice, stager: Stager) -> None:
+def test_slots_that_are_made_ahead_are_pinned_then(device, stager):
     three = Three(device)
     stager.prepare(three.file, three.memory)
     stager.make_slots(2)

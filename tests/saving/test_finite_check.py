@@ -1,13 +1,9 @@
 """NaN and infinity in a save: it is marked, or refused; the newest finite checkpoint outlives it, and is restored."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
 import warnings
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +32,7 @@ LARGE = 5 * 1024 * 1024 // 4
 class Run:
     """A model with a mask of -inf among its buffers, and optimizer state. Training sets its weight to the step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(0)
         self.model = nn.Linear(5, 3)
         self.model.register_buffer("mask", torch.full((4, 4), -INF).triu(1))
@@ -46,18 +42,18 @@ class Run:
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
         history = [torch.tensor([NAN, 1.0])]
-        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "history": history}
+        self.state = {"model": self.model, "optimizer": self.optimizer, "history": history}
 
     @property
-    def step(self) -> float:
+    def step(self):
         return self.model.weight[0, 0].item()
 
-    def moment(self, name: str) -> torch.Tensor:
+    def moment(self, name):
         parameter = dict(self.model.named_parameters())[name]
         return self.optimizer.state[parameter]["exp_avg_sq"].view(-1)
 
 
-def train(root: Path, *losses: float, bad: str = "", **options: Any) -> tuple[int, list[str]]:
+def train(root, *losses, bad="", **options):
     """Restore, and save a step for each of the losses. `bad`: spoil `model.large` ("parameter") or what the optimizer
     keeps of the bias ("optimizer") before the saves. Returns the step that was restored, and the warnings."""
     run = Run()
@@ -77,18 +73,18 @@ def train(root: Path, *losses: float, bad: str = "", **options: Any) -> tuple[in
     return start, [str(each.message) for each in caught if "bit for bit" not in str(each.message)]
 
 
-def marks(root: Path) -> dict[int, str]:
+def marks(root):
     """What is not finite in each checkpoint, by step."""
     return {entry.step: entry.nonfinite for entry in Catalog(root).complete()}
 
 
-def events(root: Path, name: str) -> list[dict[str, Any]]:
+def events(root, name):
     return [event for event in read_journal(journal_path(root))[0] if event["event"] == name]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_every_number_that_is_not_finite_is_found(dtype: str) -> None:
-    kind: torch.dtype = getattr(torch, dtype)
+def test_every_number_that_is_not_finite_is_found(dtype):
+    kind = getattr(torch, dtype)
     extremes = [torch.finfo(kind).max, torch.finfo(kind).min, torch.finfo(kind).tiny, 0.0, -0.0]
     good = torch.tensor(extremes * 9, dtype=torch.float64).to(kind)
     assert is_finite(_bytes(good), dtype)
@@ -101,8 +97,8 @@ def test_every_number_that_is_not_finite_is_found(dtype: str) -> None:
 
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("dtype", [each for each in FLOATS if each not in ("float64", "float32")])
-def test_it_agrees_with_torch_on_all_numbers_there_are(dtype: str, bits: int) -> None:
-    kind: torch.dtype = getattr(torch, dtype)
+def test_it_agrees_with_torch_on_all_numbers_there_are(dtype, bits):
+    kind = getattr(torch, dtype)
     if kind.itemsize * 8 != bits:
         pytest.skip("of the other size")
     numbers = torch.from_numpy(np.arange(2**bits, dtype=f"u{bits // 8}").view(f"i{bits // 8}")).view(kind)
@@ -110,11 +106,11 @@ def test_it_agrees_with_torch_on_all_numbers_there_are(dtype: str, bits: int) ->
     assert [is_finite(_bytes(numbers[i : i + 1]), dtype) for i in range(2**bits)] == finite
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def _bytes(tensor):
     return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
 
 
-def test_complex_numbers_are_looked_at_in_both_parts() -> None:
+def test_complex_numbers_are_looked_at_in_both_parts():
     for value in (complex(1, NAN), complex(INF, 0)):
         assert not is_finite(_bytes(torch.tensor([0j, value], dtype=torch.complex64)), "complex64")
     assert is_finite(_bytes(torch.tensor([1 + 2j], dtype=torch.complex128)), "complex128")
@@ -131,9 +127,7 @@ def test_complex_numbers_are_looked_at_in_both_parts() -> None:
         ((NAN,), "parameter", "metric loss; tensor model.large"),
     ],
 )
-def test_a_save_that_is_not_finite_is_marked(
-    tmp_path: Path, options: dict[str, Any], losses: tuple[float, ...], bad: str, found: str
-) -> None:
+def test_a_save_that_is_not_finite_is_marked(tmp_path, options, losses, bad, found):
     train(tmp_path, 0.5, **options)
     _, told = train(tmp_path, *losses, bad=bad, **options)
     assert marks(tmp_path) == {1: "", 2: found}, "neither the mask nor the history marks the first"
@@ -145,9 +139,7 @@ def test_a_save_that_is_not_finite_is_marked(
 @pytest.mark.parametrize(
     "retention", [ckptman.KeepLast(2), ckptman.KeepBest("lr"), ckptman.KeepLast(1) & ckptman.policies.AtMost(bytes=1)]
 )
-def test_no_rule_deletes_the_newest_finite_one_and_a_restore_goes_back_to_it(
-    tmp_path: Path, retention: ckptman.RetentionPolicy, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_rule_deletes_the_newest_finite_one_and_a_restore_goes_back_to_it(tmp_path, retention, capsys):
     train(tmp_path, 0.5, 0.4, 0.3, NAN, NAN, NAN, NAN, retention=retention)
     assert {3, 7} <= marks(tmp_path).keys()
     assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
@@ -165,9 +157,7 @@ def test_no_rule_deletes_the_newest_finite_one_and_a_restore_goes_back_to_it(
     assert marks(tmp_path) == {4: ""}, "once there is a newer finite one, the rules decide again"
 
 
-def test_a_metric_that_is_infinite_is_shown_and_a_restore_does_not_go_back_for_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_metric_that_is_infinite_is_shown_and_a_restore_does_not_go_back_for_it(tmp_path, capsys):
     _, told = train(tmp_path, 0.5, INF, retention=ckptman.KeepLast(1))
     assert "a restore goes back to it, unless the metric is infinite and not NaN" in told[0]
     assert marks(tmp_path) == {1: "", 2: "metric loss"}, "nobody knows yet, so the newest finite one stays"
@@ -178,7 +168,7 @@ def test_a_metric_that_is_infinite_is_shown_and_a_restore_does_not_go_back_for_i
     assert train(tmp_path) == (2, [])
 
 
-def test_a_parameter_that_is_frozen_is_looked_at_too(tmp_path: Path) -> None:
+def test_a_parameter_that_is_frozen_is_looked_at_too(tmp_path):
     run = Run()
     run.model.bias.requires_grad_(False).data[0] = NAN
     with ckptman.Checkpointer(tmp_path, run.state, deadline=None) as checkpointer:
@@ -186,7 +176,7 @@ def test_a_parameter_that_is_frozen_is_looked_at_too(tmp_path: Path) -> None:
     assert marks(tmp_path) == {1: "tensor model.bias"}
 
 
-def test_one_that_diverges_from_the_same_step_again_says_so(tmp_path: Path) -> None:
+def test_one_that_diverges_from_the_same_step_again_says_so(tmp_path):
     train(tmp_path, 0.5, NAN)
     _, told = train(tmp_path, NAN, NAN)
     assert "It had gone on" not in told[0]
@@ -196,7 +186,7 @@ def test_one_that_diverges_from_the_same_step_again_says_so(tmp_path: Path) -> N
     assert "It had gone on from step 1 before: expect the same unless something is changed" in told[0]
 
 
-def test_the_best_is_none_whose_parameters_are_not_finite(tmp_path: Path) -> None:
+def test_the_best_is_none_whose_parameters_are_not_finite(tmp_path):
     train(tmp_path, 0.5, 0.4)
     train(tmp_path, 0.1, bad="parameter")
     assert marks(tmp_path)[3] == "tensor model.large"
@@ -208,14 +198,14 @@ def test_the_best_is_none_whose_parameters_are_not_finite(tmp_path: Path) -> Non
     assert plan[2].reasons == ("newest",)
 
 
-def test_where_none_is_finite_the_newest_is_restored_with_a_warning(tmp_path: Path) -> None:
+def test_where_none_is_finite_the_newest_is_restored_with_a_warning(tmp_path):
     train(tmp_path, NAN, NAN)
     start, told = train(tmp_path)
     assert start == 2
     assert told[0].startswith(f"{tmp_path}: no checkpoint is finite (step 2: NaN or infinity in metric loss)")
 
 
-def test_one_that_is_named_is_loaded_and_a_damaged_finite_one_leads_to_the_one_before(tmp_path: Path) -> None:
+def test_one_that_is_named_is_loaded_and_a_damaged_finite_one_leads_to_the_one_before(tmp_path):
     train(tmp_path, 0.5, 0.4, NAN)
     run = Run()
     with ckptman.Checkpointer(tmp_path, run.state, deadline=None) as checkpointer:
@@ -229,12 +219,10 @@ def test_one_that_is_named_is_loaded_and_a_damaged_finite_one_leads_to_the_one_b
     assert "(NaN or infinity in metric loss)" in told[-1]
 
 
-def test_a_finite_one_that_cannot_be_fetched_now_is_no_reason_to_go_on_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finite_one_that_cannot_be_fetched_now_is_no_reason_to_go_on_without_it(tmp_path, monkeypatch):
     train(tmp_path, 0.5, NAN)
     monkeypatch.setattr(Entry, "in_folder", property(lambda self: self.step != 1))
-    trouble: list[Exception] = [RootError(5, "the tier is away"), CorruptError("a block of it is not what was saved")]
+    trouble = [RootError(5, "the tier is away"), CorruptError("a block of it is not what was saved")]
     monkeypatch.setattr(Restorer, "_fetch", lambda self, entry: trouble.pop(0))
     with pytest.raises(RootError, match="the tier is away"):
         train(tmp_path)
@@ -243,12 +231,12 @@ def test_a_finite_one_that_cannot_be_fetched_now_is_no_reason_to_go_on_without_i
     assert "no other checkpoint is finite, so the run goes on from step 2" in told[-1]
 
 
-def spoil(root: Path, step: int) -> None:
+def spoil(root, step):
     data = Catalog(root).entry(step).path / "__0_0.distcp"
     data.write_bytes(bytes(data.stat().st_size))
 
 
-def test_a_tier_that_is_away_may_have_a_finite_one(tmp_path: Path) -> None:
+def test_a_tier_that_is_away_may_have_a_finite_one(tmp_path):
     root, tier = tmp_path / "root", tmp_path / "tier"
     tiers = [ckptman.Tier(tier)]
     train(root, 0.5, NAN, tiers=tiers)
@@ -263,9 +251,7 @@ def test_a_tier_that_is_away_may_have_a_finite_one(tmp_path: Path) -> None:
     assert train(root, tiers=tiers)[0] == 1
 
 
-def test_a_suspect_that_is_finite_is_no_reason_to_go_on_from_nan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suspect_that_is_finite_is_no_reason_to_go_on_from_nan(tmp_path, monkeypatch):
     train(tmp_path, 0.5, 0.4, NAN)
     spoil(tmp_path, 1)
     monkeypatch.setattr(RunSession, "suspects", lambda self: {2: "two runs crashed behind it"})
@@ -273,7 +259,7 @@ def test_a_suspect_that_is_finite_is_no_reason_to_go_on_from_nan(
         train(tmp_path)
 
 
-def test_nobody_looks_where_that_is_not_wanted(tmp_path: Path) -> None:
+def test_nobody_looks_where_that_is_not_wanted(tmp_path):
     options = {"nonfinite": "ignore", "retention": ckptman.KeepLast(1)}
     train(tmp_path, 0.5, NAN, bad="parameter", **options)
     assert marks(tmp_path) == {2: ""}
@@ -285,9 +271,7 @@ def test_nobody_looks_where_that_is_not_wanted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"async_save": False}])
 @pytest.mark.parametrize(("loss", "bad", "named"), [(NAN, "", "metric loss"), (0.5, "parameter", "tensor model.large")])
-def test_a_save_that_is_refused_leaves_nothing_and_the_run_may_go_on(
-    tmp_path: Path, options: dict[str, Any], loss: float, bad: str, named: str
-) -> None:
+def test_a_save_that_is_refused_leaves_nothing_and_the_run_may_go_on(tmp_path, options, loss, bad, named):
     run = Run()
     policy = ckptman.EverySteps(1)
     with ckptman.Checkpointer(
@@ -311,12 +295,12 @@ def test_a_save_that_is_refused_leaves_nothing_and_the_run_may_go_on(
     assert marks(tmp_path) == {1: "", 3: ""}
 
 
-def test_an_argument_that_is_none_of_the_three(tmp_path: Path) -> None:
+def test_an_argument_that_is_none_of_the_three(tmp_path):
     with pytest.raises(ConfigError, match='nonfinite is "keep", "refuse" or "ignore", not \'warn\''):
-        ckptman.Checkpointer(tmp_path, Run().state, nonfinite="warn")  # type: ignore[arg-type]
+        ckptman.Checkpointer(tmp_path, Run().state, nonfinite="warn")
 
 
-def test_it_is_shown_wherever_checkpoints_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_shown_wherever_checkpoints_are(tmp_path, capsys):
     train(tmp_path, 0.5, 0.4)
     train(tmp_path, NAN, bad="parameter")
     assert main(["list", str(tmp_path)]) == 0
@@ -335,7 +319,7 @@ def test_it_is_shown_wherever_checkpoints_are(tmp_path: Path, capsys: pytest.Cap
     assert "not finite     metric loss; tensor model.large" in capsys.readouterr().out
 
 
-def sharded(root: Path, nonfinite: Any) -> tuple[list[str], int]:
+def sharded(root, nonfinite):
     """Save twice, with a NaN in the shard of the last rank; what was raised, and what is restored afterwards."""
     app = App(mesh=(dist.get_world_size(),))
     raised = []
@@ -346,7 +330,7 @@ def sharded(root: Path, nonfinite: Any) -> tuple[list[str], int]:
             checkpointer.save(1)
             checkpointer.wait()
             if dist.get_rank() == dist.get_world_size() - 1:
-                app.model[0].weight.detach().to_local().fill_(NAN)  # type: ignore[union-attr, operator]
+                app.model[0].weight.detach().to_local().fill_(NAN)
             checkpointer.save(2)
     except CommitError as error:
         raised.append(f"{error.rank}: {error.cause}")
@@ -356,7 +340,7 @@ def sharded(root: Path, nonfinite: Any) -> tuple[list[str], int]:
 
 
 @pytest.mark.parametrize("nonfinite", ["keep", "refuse"])
-def test_a_shard_of_one_rank_counts_for_all_ranks(tmp_path: Path, nonfinite: str) -> None:
+def test_a_shard_of_one_rank_counts_for_all_ranks(tmp_path, nonfinite):
     told = ["1: FloatingPointError: NaN or infinite: tensor model.0.weight"] if nonfinite == "refuse" else []
     assert run_ranks(2, sharded, tmp_path, nonfinite, fresh=True) == [(told, 1)] * 2
     assert marks(tmp_path) == ({1: ""} if told else {1: "", 2: "tensor model.0.weight"})

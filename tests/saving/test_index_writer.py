@@ -1,14 +1,11 @@
 """`.metadata` written as instructions: what unpickles from it is what DCP's own classes would have made."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import pickletools
 import random
 import time
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,7 +37,7 @@ DTYPES = sorted(
 )
 
 
-def a_table(rng: random.Random, count: int, files: int) -> tuple[dict[str, TensorRecord], ChunkTable]:
+def a_table(rng, count, files):
     """Tensors of 0 to 5 dimensions with any numbers in their rows: small ones, and ones that need 64 bits."""
     numbers = np.random.default_rng(rng.randrange(2**32))
     records, rows, start = {}, [np.empty(0, np.int64)], 0
@@ -60,16 +57,10 @@ def a_table(rng: random.Random, count: int, files: int) -> tuple[dict[str, Tenso
     return records, ChunkTable(records, np.concatenate(rows))
 
 
-def by_objects(
-    records: dict[str, TensorRecord],
-    table: ChunkTable,
-    files: list[str],
-    objects: dict[str, Location],
-    paths: Paths,
-) -> Metadata:
+def by_objects(records, table, files, objects, paths):
     """The same out of DCP's own classes."""
-    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    state = {}
+    storage = {}
     for name, record in records.items():
         rows = table.chunks(name)
         boxes = [
@@ -88,9 +79,9 @@ def by_objects(
     return Metadata(state, paths, storage, meta, "1.0.0")
 
 
-def exact(metadata: Metadata) -> list[object]:
+def exact(metadata):
     """What equality does not look at: types, order, and the hints in the indexes."""
-    facts: list[object] = [list(metadata.state_dict_metadata), type(metadata.planner_data)]
+    facts = [list(metadata.state_dict_metadata), type(metadata.planner_data)]
     for entry in metadata.state_dict_metadata.values():
         if isinstance(entry, TensorStorageMetadata):
             facts += [type(entry.size), *((type(box.offsets), type(box.sizes)) for box in entry.chunks)]
@@ -106,18 +97,18 @@ OBJECTS = {
 }
 
 
-def written(records: dict[str, TensorRecord], table: ChunkTable, files: list[str], paths: Paths) -> bytes:
+def written(records, table, files, paths):
     out = io.BytesIO()
     write_metadata(out, records, table, files, OBJECTS, paths, "/ckpt/step-1", "abc")
     return out.getvalue()
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_equal_to_the_real_one(seed: int, tmp_path: Path) -> None:
+def test_equal_to_the_real_one(seed, tmp_path):
     rng = random.Random(seed)
     files = [f"__{rank}_0.distcp" for rank in range(rng.choice([1, 3, 300]))]
     records, table = a_table(rng, rng.choice([0, 1, 20]), len(files))
-    paths: Paths = {name: ("model", number, name) for number, name in enumerate(records)}
+    paths = {name: ("model", number, name) for number, name in enumerate(records)}
     expected = by_objects(records, table, files, OBJECTS, paths)
     data = written(records, table, files, paths)
     found = pickle.loads(data)
@@ -135,7 +126,7 @@ def test_equal_to_the_real_one(seed: int, tmp_path: Path) -> None:
     assert pickle._Unpickler(io.BytesIO(data)).load() == expected
 
 
-def test_more_chunks_than_are_written_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_chunks_than_are_written_at_a_time(monkeypatch):
     rng = random.Random(99)
     records, table = a_table(rng, 12, 5)
     files = list("abcde")
@@ -145,13 +136,13 @@ def test_more_chunks_than_are_written_at_a_time(monkeypatch: pytest.MonkeyPatch)
     assert pickle.loads(written(records, table, files, {})) == whole == by_objects(records, table, files, OBJECTS, {})
 
 
-def test_the_bytes_of_an_element_are_those_of_torch() -> None:
+def test_the_bytes_of_an_element_are_those_of_torch():
     for name in {*DTYPES, "bits8", "bits16"} - {"quint4x2", "quint2x4"}:  # two and four to a byte
         assert item_bytes(name) == getattr(torch, name).itemsize, name
     assert item_bytes("quint4x2") is item_bytes("of_tomorrow") is None
 
 
-def test_no_class_is_in_it_that_is_not_expected() -> None:
+def test_no_class_is_in_it_that_is_not_expected():
     records, table = a_table(random.Random(3), 40, 2)
     named = {
         str(argument)
@@ -171,7 +162,7 @@ def test_no_class_is_in_it_that_is_not_expected() -> None:
     }
 
 
-def test_memory_and_time_do_not_go_by_the_object() -> None:
+def test_memory_and_time_do_not_go_by_the_object():
     """A quarter of a million chunks of 50 tensors: what is held at a time is small, and so is what is written."""
     ranks, count = 5000, 50
     rows = np.zeros((count, ranks, 8), np.int64)
@@ -192,7 +183,7 @@ def test_memory_and_time_do_not_go_by_the_object() -> None:
     begin = time.perf_counter()
     tracemalloc.start()
     try:
-        write_metadata(out, records, table, files, {}, {}, "", "")  # type: ignore[arg-type]
+        write_metadata(out, records, table, files, {}, {}, "", "")
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -206,20 +197,20 @@ class Counter(io.RawIOBase):
 
     bytes = 0
 
-    def write(self, data: object) -> int:
-        size = memoryview(data).nbytes  # type: ignore[arg-type]
+    def write(self, data):
+        size = memoryview(data).nbytes
         self.bytes += size
         return size
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcp_loads_by_it(tmp_path: Path) -> None:
+def test_dcp_loads_by_it(tmp_path):
     """Plain DCP saves, its `.metadata` is replaced by ours, and it loads."""
     tensors = {"w": torch.arange(12.0).reshape(3, 4), "s": torch.tensor(7)}
     save({**tensors, "n": {"lr": 0.5}}, checkpoint_id=tmp_path, no_dist=True)
     with (tmp_path / ".metadata").open("rb") as file:
-        real: Metadata = pickle.load(file)
-    rows: list[int] = []
+        real = pickle.load(file)
+    rows = []
     records = {}
     for name, tensor in tensors.items():
         info = real.storage_data[MetadataIndex(name, torch.Size([0] * tensor.dim()))]

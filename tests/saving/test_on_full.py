@@ -1,14 +1,10 @@
 """A disk that is full in the middle of a save: the run says so, prunes by its policy where it may, and goes on."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,28 +32,26 @@ CHECKPOINT_BYTES = 1.1 * TENSOR_BYTES
 class SmallDisk(Disk):
     """Holds so many bytes under a root. The call that would be one too many fails, as a quota lets it."""
 
-    def __init__(self, root: Path, capacity_bytes: float, code: int = errno.ENOSPC) -> None:
+    def __init__(self, root, capacity_bytes, code=errno.ENOSPC):
         self._root, self._capacity_bytes, self._code = root, capacity_bytes, code
 
-    def write_file(self, path: Path, data: bytes) -> None:
+    def write_file(self, path, data):
         self._check(len(data))
         super().write_file(path, data)
 
-    def reserve(self, fd: int, size: int) -> None:
+    def reserve(self, fd, size):
         self._check(size - os.fstat(fd).st_size)
         super().reserve(fd, size)
 
-    def _check(self, more_bytes: int) -> None:
+    def _check(self, more_bytes):
         used = sum(path.stat().st_size for path in self._root.glob("step-*/*") if path.exists())
         if used + more_bytes > self._capacity_bytes:
             raise OSError(self._code, os.strerror(self._code))
 
 
-def train(
-    root: Path, steps: int, disk: Disk, *, async_save: bool = False, keep: int = 3, on_full: Any = "prune"
-) -> list[str]:
+def train(root, steps, disk, *, async_save=False, keep=3, on_full="prune"):
     """Save each step. Returns what it warned of."""
-    state: dict[str, Any] = {"x": {"w": torch.zeros(TENSOR_BYTES // 4)}}
+    state = {"x": {"w": torch.zeros(TENSOR_BYTES // 4)}}
     with (
         warnings.catch_warnings(record=True) as caught,
         saving_to(disk),
@@ -79,21 +73,21 @@ def train(
     return [str(each.message) for each in caught]
 
 
-def steps_in(root: Path) -> list[int]:
+def steps_in(root):
     return [entry.step for entry in Catalog(root).complete()]
 
 
-def events(root: Path, name: str) -> list[dict[str, Any]]:
+def events(root, name):
     return [event for event in read_journal(journal_path(root))[0] if event["event"] == name]
 
 
-def ranks(root: str, async_save: bool) -> list[str]:
+def ranks(root, async_save):
     return train(Path(root), 6, SmallDisk(Path(root), 4.5 * CHECKPOINT_BYTES), async_save=async_save)
 
 
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_run_prunes_saves_and_goes_on(tmp_path: Path, async_save: bool, code: int) -> None:
+def test_a_run_prunes_saves_and_goes_on(tmp_path, async_save, code):
     told = train(tmp_path, 6, SmallDisk(tmp_path, 3.5 * CHECKPOINT_BYTES, code), async_save=async_save)
     assert steps_in(tmp_path) == [4, 5, 6]
     assert all(entry.path.parent == tmp_path for entry in Catalog(tmp_path).scan())
@@ -111,20 +105,20 @@ def test_a_run_prunes_saves_and_goes_on(tmp_path: Path, async_save: bool, code: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("async_save", [True, False])
-def test_all_ranks_save_again(tmp_path: Path, async_save: bool) -> None:
+def test_all_ranks_save_again(tmp_path, async_save):
     run_ranks(2, ranks, str(tmp_path), async_save)
     assert steps_in(tmp_path) == [4, 5, 6]
     assert not events(tmp_path, "save_failed")
 
 
-def test_by_default_the_save_fails_and_nothing_is_pruned_for_it(tmp_path: Path) -> None:
+def test_by_default_the_save_fails_and_nothing_is_pruned_for_it(tmp_path):
     with pytest.raises(CommitError, match="No space left"):
         train(tmp_path, 6, SmallDisk(tmp_path, 3.5 * CHECKPOINT_BYTES), on_full="fail")
     assert steps_in(tmp_path) == [1, 2, 3]
     assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
 
 
-def test_where_nothing_may_go_the_save_fails_and_says_so(tmp_path: Path) -> None:
+def test_where_nothing_may_go_the_save_fails_and_says_so(tmp_path):
     with pytest.raises(CommitError, match="No space left"):
         train(tmp_path, 3, SmallDisk(tmp_path, 1.5 * CHECKPOINT_BYTES), keep=1)
     assert steps_in(tmp_path) == [1], "the newest stays, whatever comes"
@@ -132,9 +126,9 @@ def test_where_nothing_may_go_the_save_fails_and_says_so(tmp_path: Path) -> None
     assert (event["pruned_steps"], event["freed_bytes"]) == ([], 0)
 
 
-def test_one_that_cannot_be_removed_keeps_no_room_of_others_from_a_save(tmp_path: Path) -> None:
+def test_one_that_cannot_be_removed_keeps_no_room_of_others_from_a_save(tmp_path):
     class Stuck(SmallDisk):
-        def remove_tree(self, path: Path) -> None:
+        def remove_tree(self, path):
             if path.name.startswith(step_folder(1)):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
             super().remove_tree(path)
@@ -148,16 +142,16 @@ def test_one_that_cannot_be_removed_keeps_no_room_of_others_from_a_save(tmp_path
     assert not events(tmp_path, "save_failed")
 
 
-def test_what_is_pinned_is_not_pruned_for_room(tmp_path: Path) -> None:
+def test_what_is_pinned_is_not_pruned_for_room(tmp_path):
     train(tmp_path, 3, DISK)
     pin(tmp_path / step_folder(1), "the paper", by="me", time_seconds=1.0, disk=DISK)
     train(tmp_path, 5, SmallDisk(tmp_path, 4.5 * CHECKPOINT_BYTES))
     assert steps_in(tmp_path) == [1, 3, 4, 5]
 
 
-def test_what_a_run_went_on_from_stays_while_it_runs(tmp_path: Path) -> None:
+def test_what_a_run_went_on_from_stays_while_it_runs(tmp_path):
     train(tmp_path, 3, DISK, keep=1)
-    state: dict[str, Any] = {"x": {"w": torch.zeros(8)}}
+    state = {"x": {"w": torch.zeros(8)}}
     with ckptman.Checkpointer(tmp_path / "other", state, retention=ckptman.KeepLast(1), deadline=None) as checkpointer:
         for step in range(checkpointer.restore() + 1, 4):
             checkpointer.save(step)
@@ -179,14 +173,12 @@ def test_what_a_run_went_on_from_stays_while_it_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_deletion_that_still_runs_is_waited_for_where_its_room_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deletion_that_still_runs_is_waited_for_where_its_room_is_needed(tmp_path, monkeypatch):
     """Deleted checkpoints are removed behind the training: a save that finds no room waits for that, by default too."""
     disk = SmallDisk(tmp_path, 2.5 * CHECKPOINT_BYTES)
     pause = Remover._pause
 
-    def wait(remover: Remover) -> None:
+    def wait(remover):
         remover._hurry.wait()  # as if nothing were ever removed unless somebody needs it
         pause(remover)
 
@@ -197,9 +189,9 @@ def test_a_deletion_that_still_runs_is_waited_for_where_its_room_is_needed(
     assert not events(tmp_path, "save_failed")
 
 
-def test_a_deletion_that_fails_is_told_once_and_fails_no_save(tmp_path: Path) -> None:
+def test_a_deletion_that_fails_is_told_once_and_fails_no_save(tmp_path):
     class Stuck(Disk):
-        def remove_tree(self, path: Path) -> None:
+        def remove_tree(self, path):
             raise PermissionError(13, "Permission denied", str(path))
 
     told = train(tmp_path, 5, Stuck(), keep=1)
@@ -210,14 +202,14 @@ def test_a_deletion_that_fails_is_told_once_and_fails_no_save(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("on_full", ["stop", None, True])
-def test_other_wishes_are_refused(tmp_path: Path, on_full: Any) -> None:
+def test_other_wishes_are_refused(tmp_path, on_full):
     with pytest.raises(ConfigError, match='on_full is "fail" or "prune"'):
         ckptman.Checkpointer(tmp_path, {"x": 1}, retention=ckptman.KeepLast(1), on_full=on_full)
     with pytest.raises(ConfigError, match="needs a retention policy"):
         ckptman.Checkpointer(tmp_path, {"x": 1}, on_full="prune")
 
 
-def test_every_code_that_means_full_is_known() -> None:
+def test_every_code_that_means_full_is_known():
     assert set(FULL) == {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -225,7 +217,7 @@ def test_every_code_that_means_full_is_known() -> None:
 
 
 @pytest.fixture
-def small_mount(tmp_path: Path) -> Iterator[Path]:
+def small_mount(tmp_path):
     """A tmpfs with room for three checkpoints and a half."""
     point = tmp_path / "small"
     point.mkdir()
@@ -240,11 +232,11 @@ def small_mount(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_file_system_that_is_full(small_mount: Path, async_save: bool) -> None:
+def test_a_file_system_that_is_full(small_mount, async_save):
     root = small_mount / "run"
     told = train(root, 8, DISK, async_save=async_save)
     assert steps_in(root) == [6, 7, 8]
     assert any("the disk is full" in each for each in told)
-    state: dict[str, Any] = {"x": {"w": torch.empty(TENSOR_BYTES // 4)}}
+    state = {"x": {"w": torch.empty(TENSOR_BYTES // 4)}}
     ckptman.load(state, root / step_folder(8))
     assert torch.all(state["x"]["w"] == 8)

@@ -1,13 +1,9 @@
 """`overlap=True`: the copy runs under the next forward and backward, and what is saved is the state of its own step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ from tests.saving.test_staging import WAIT, HeldUp
 class Pair(nn.Module):
     """Two parts with buffers, and one that is not trained."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
         self.first = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64))
@@ -33,34 +29,34 @@ class Pair(nn.Module):
         self.frozen = nn.Linear(3, 3)
         self.frozen.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.frozen(self.second(self.first(x)))
 
 
 class Run:
     """A model and two optimizers that step one after the other. After one step each has all its state."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed=0):
         self.model = Pair(seed)
         self.first = torch.optim.AdamW(self.model.first.parameters(), lr=0.1)
         self.second = torch.optim.SGD(self.model.second.parameters(), lr=0.1, momentum=0.9)
-        self.state: dict[str, Any] = {"model": self.model, "first": self.first, "second": self.second}
+        self.state = {"model": self.model, "first": self.first, "second": self.second}
         self.average = {name: each.detach().clone() for name, each in self.model.named_parameters()}
         self.state["average"] = self.average
         self.backward(0)
         self.step()
 
-    def backward(self, seed: int) -> None:
+    def backward(self, seed):
         self.model.zero_grad()
         self.model(torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
 
-    def step(self) -> None:
+    def step(self):
         self.first.step()
         self.second.step()
         for name, each in self.model.named_parameters():
             self.average[name].lerp_(each.detach(), 0.5)
 
-    def values(self) -> dict[str, torch.Tensor]:
+    def values(self):
         """Copies of all tensors, by name."""
         found = {f"model.{name}": each.detach().clone() for name, each in self.model.state_dict().items()}
         for key, optimizer in (("first", self.first), ("second", self.second)):
@@ -69,18 +65,18 @@ class Run:
         return found | {f"average.{name}": each.clone() for name, each in self.average.items()}
 
 
-def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+def differing(found, expected):
     assert found.keys() == expected.keys()
     return [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
-def saved_values(path: Path) -> dict[str, torch.Tensor]:
+def saved_values(path):
     fresh = Run(seed=1)
     ckptman.load(fresh.state, path)
     return fresh.values()
 
 
-def open_run(root: Path, state: dict[str, Any], **options: Any) -> ckptman.Checkpointer:
+def open_run(root, state, **options):
     return ckptman.Checkpointer(root, state, deadline=None, **options)
 
 
@@ -88,13 +84,13 @@ ONE = "step-0000000001"
 
 
 @pytest.mark.parametrize("leads", ["first", "second"])
-def test_what_is_saved_is_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: str) -> None:
+def test_what_is_saved_is_the_state_of_its_step(tmp_path, monkeypatch, leads):
     """The copying thread begins only when the next optimizer step is about to begin, and then takes its time."""
     run, finished = Run(), []
     held = HeldUp(monkeypatch)
     waiting = Slot.copy
 
-    def slow(slot: Slot, memory: Any, numbers: Any) -> None:
+    def slow(slot, memory, numbers):
         waiting(slot, memory, numbers)
         if threading.current_thread().name.startswith("ckptman-stage"):
             time.sleep(0.2)
@@ -124,7 +120,7 @@ def test_what_is_saved_is_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
     assert differing(saved_values(tmp_path / ONE), expected) == []
 
 
-def test_what_no_optimizer_updates_may_change_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_optimizer_updates_may_change_at_once(tmp_path, monkeypatch):
     run, held = Run(), HeldUp(monkeypatch)
     with open_run(tmp_path, run.state, overlap=True) as checkpointer:
         expected = run.values()
@@ -136,7 +132,7 @@ def test_what_no_optimizer_updates_may_change_at_once(tmp_path: Path, monkeypatc
     assert differing(saved_values(tmp_path / ONE), expected) == []
 
 
-def test_without_overlap_nothing_is_copied_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_overlap_nothing_is_copied_later(tmp_path, monkeypatch):
     run, held = Run(), HeldUp(monkeypatch)
     with open_run(tmp_path, run.state) as checkpointer:
         expected = run.values()
@@ -147,10 +143,10 @@ def test_without_overlap_nothing_is_copied_later(tmp_path: Path, monkeypatch: py
     assert differing(saved_values(tmp_path / ONE), expected) == []
 
 
-def test_many_steps_with_a_save_at_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_steps_with_a_save_at_each(tmp_path, monkeypatch):
     run, original, expected = Run(), Slot.copy, {}
 
-    def slow(slot: Slot, memory: Any, numbers: Any) -> None:
+    def slow(slot, memory, numbers):
         for number in numbers:
             original(slot, memory, [number])
             time.sleep(0.0005)
@@ -167,7 +163,7 @@ def test_many_steps_with_a_save_at_each(tmp_path: Path, monkeypatch: pytest.Monk
         assert differing(saved_values(tmp_path / f"step-{step:010d}"), values) == [], step
 
 
-def test_two_saves_without_a_step_between_and_one_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_saves_without_a_step_between_and_one_at_the_end(tmp_path, monkeypatch):
     run, held = Run(), HeldUp(monkeypatch)
     with open_run(tmp_path, run.state, overlap=True) as checkpointer:
         expected = run.values()
@@ -187,7 +183,7 @@ def test_two_saves_without_a_step_between_and_one_at_the_end(tmp_path: Path, mon
     assert differing(between, last) != []
 
 
-def test_a_run_that_ends_with_an_error_waits_for_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_with_an_error_waits_for_its_copy(tmp_path, monkeypatch):
     run, held = Run(), HeldUp(monkeypatch)
     expected = run.values()
     threading.Timer(0.1, held.go.set).start()
@@ -199,7 +195,7 @@ def test_a_run_that_ends_with_an_error_waits_for_its_copy(tmp_path: Path, monkey
     assert differing(saved_values(tmp_path / ONE), expected) == []
 
 
-def test_the_hooks_go_with_the_run(tmp_path: Path) -> None:
+def test_the_hooks_go_with_the_run(tmp_path):
     run, hooks = Run(), [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
     before = [len(each) for each in hooks]
     with open_run(tmp_path, run.state, overlap=True):
@@ -207,9 +203,7 @@ def test_the_hooks_go_with_the_run(tmp_path: Path) -> None:
     assert [len(each) for each in hooks] == before
 
 
-def test_an_optimizer_that_has_taken_the_place_of_another_waits_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_that_has_taken_the_place_of_another_waits_too(tmp_path, monkeypatch):
     run, held = Run(), HeldUp(monkeypatch)
     with open_run(tmp_path, run.state, overlap=True) as checkpointer:
         for step in (1, 2):
@@ -227,7 +221,7 @@ def test_an_optimizer_that_has_taken_the_place_of_another_waits_too(
             run.state["first"] = run.first = new
 
 
-def test_a_fork_steps_without_waiting_for_a_copy_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_steps_without_waiting_for_a_copy_of_its_parent(tmp_path, monkeypatch):
     run, held = Run(), HeldUp(monkeypatch)
     with open_run(tmp_path, run.state, overlap=True) as checkpointer:
         expected = run.values()
@@ -241,9 +235,7 @@ def test_a_fork_steps_without_waiting_for_a_copy_of_its_parent(tmp_path: Path, m
     assert differing(saved_values(tmp_path / ONE), expected) == []
 
 
-def test_a_learning_rate_that_a_schedule_changes_before_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learning_rate_that_a_schedule_changes_before_the_step(tmp_path, monkeypatch):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), foreach=False)
     model(torch.ones(2)).sum().backward()
@@ -261,7 +253,7 @@ def test_a_learning_rate_that_a_schedule_changes_before_the_step(
     assert restored.param_groups[0]["lr"] == 0.5
 
 
-def test_a_copy_that_fails_fails_its_save_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_fails_its_save_and_nothing_else(tmp_path, monkeypatch):
     """An error in the optimizer step of one rank would leave the others waiting for it."""
     run = Run()
     with open_run(tmp_path, run.state, overlap=True) as checkpointer:
@@ -279,15 +271,15 @@ def test_a_copy_that_fails_fails_its_save_and_nothing_else(tmp_path: Path, monke
     assert differing(saved_values(tmp_path / "step-0000000002"), expected) == []
 
 
-def train_sharded(root: str) -> dict[int, dict[str, str]]:
+def train_sharded(root):
     original = Slot.copy
 
-    def slow(slot: Slot, memory: Any, numbers: Any) -> None:
+    def slow(slot, memory, numbers):
         if threading.current_thread().name.startswith("ckptman-stage"):
             time.sleep(0.05)
         original(slot, memory, numbers)
 
-    Slot.copy = slow  # type: ignore[method-assign]
+    Slot.copy = slow
     app, digests = App((2,)), {}
     with ckptman.Checkpointer(
         root, app.state, save_policy=ckptman.EverySteps(1), deadline=None, overlap=True
@@ -299,7 +291,7 @@ def train_sharded(root: str) -> dict[int, dict[str, str]]:
     return digests
 
 
-def load_sharded(root: str) -> dict[int, dict[str, str]]:
+def load_sharded(root):
     digests = {}
     for step in (1, 2, 3):
         app = App((2,), seed=1)
@@ -310,19 +302,17 @@ def load_sharded(root: str) -> dict[int, dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_sharded_parameters_too(tmp_path: Path) -> None:
+def test_sharded_parameters_too(tmp_path):
     saved = run_ranks(2, train_sharded, str(tmp_path / "run"), limit=2 * WAIT)
     assert run_ranks(2, load_sharded, str(tmp_path / "run"), limit=2 * WAIT) == saved
     assert saved[0][1] != saved[0][2]
 
 
-def test_what_is_still_being_copied_is_held_for_although_the_next_copy_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_still_being_copied_is_held_for_although_the_next_copy_failed(tmp_path, monkeypatch):
     """The thread that copies is at save 1 when save 2 cannot be staged: the optimizer has to wait all the same."""
     run, stage, fails = Run(), Stager.stage, []
 
-    def failing(*args: Any) -> Any:
+    def failing(*args):
         if fails:
             raise MemoryError("no memory for the copy")
         return stage(*args)
@@ -349,15 +339,13 @@ def test_what_is_still_being_copied_is_held_for_although_the_next_copy_failed(
     assert not (tmp_path / "step-0000000002").exists()
 
 
-def interrupt_soon() -> None:
+def interrupt_soon():
     main = threading.main_thread().ident
     assert main is not None
     threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
 
 
-def test_a_ctrl_c_while_a_step_waits_does_not_let_the_next_one_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ctrl_c_while_a_step_waits_does_not_let_the_next_one_pass(tmp_path, monkeypatch):
     """As in a notebook: somebody interrupts, and goes on."""
     run, held = Run(), HeldUp(monkeypatch)
     with open_run(tmp_path, run.state, overlap=True) as checkpointer:
@@ -372,9 +360,7 @@ def test_a_ctrl_c_while_a_step_waits_does_not_let_the_next_one_pass(
     assert differing(saved_values(tmp_path / ONE), expected) == []
 
 
-def test_a_ctrl_c_while_a_save_is_waited_for_does_not_make_it_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ctrl_c_while_a_save_is_waited_for_does_not_make_it_durable(tmp_path, monkeypatch):
     run, held = Run(), HeldUp(monkeypatch)
     with open_run(tmp_path, run.state, overlap=True) as checkpointer:
         checkpointer.save(1)

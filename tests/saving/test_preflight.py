@@ -1,13 +1,10 @@
 """What a load would refuse to unpickle is told at the save, and by verify; and no good checkpoint is blamed for it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,11 +28,11 @@ STEP = "step-0000000001"
 VALUES = torch.arange(4.0) / 8
 
 
-def quantized(values: torch.Tensor, scale: float = 0.125) -> torch.Tensor:
+def quantized(values, scale=0.125):
     return torch.quantize_per_tensor(values, scale, 3, torch.quint8)
 
 
-def made(tensor: torch.Tensor) -> nn.Module:
+def made(tensor):
     module = nn.Linear(2, 2)
     module.register_buffer("odd", tensor)
     return module
@@ -49,10 +46,10 @@ SPECIAL = {
 
 @pytest.mark.parametrize("place", ["module", "dict"])
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_a_tensor_that_no_restore_makes_is_refused_in_the_first_step(tmp_path: Path, kind: str, place: str) -> None:
+def test_a_tensor_that_no_restore_makes_is_refused_in_the_first_step(tmp_path, kind, place):
     make, told = SPECIAL[kind]
     tensor = make()
-    state: dict[str, Any] = {"x": made(tensor) if place == "module" else {"odd": tensor}}
+    state = {"x": made(tensor) if place == "module" else {"odd": tensor}}
     with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
         with pytest.raises(ckptman.ConfigError, match=rf"^x\.{told}"):
             checkpointer.step(1)
@@ -61,7 +58,7 @@ def test_a_tensor_that_no_restore_makes_is_refused_in_the_first_step(tmp_path: P
     assert main(["verify", str(tmp_path)]) == 0
 
 
-def test_a_class_that_the_script_allows_is_saved_and_restored(tmp_path: Path) -> None:
+def test_a_class_that_the_script_allows_is_saved_and_restored(tmp_path):
     """Where another script forgets to allow it, the checkpoint is neither passed over nor noted as damaged."""
     with (
         torch.serialization.safe_globals([Named]),
@@ -81,10 +78,10 @@ def test_a_class_that_the_script_allows_is_saved_and_restored(tmp_path: Path) ->
         ckptman.Checkpointer(tmp_path, fresh, deadline=None) as checkpointer,
     ):
         assert checkpointer.restore() == 2
-    assert torch.equal(fresh["m"].odd, VALUES)  # type: ignore[arg-type]
+    assert torch.equal(fresh["m"].odd, VALUES)
 
 
-def test_quantized_numbers_are_never_read_by_other_scales(tmp_path: Path) -> None:
+def test_quantized_numbers_are_never_read_by_other_scales(tmp_path):
     with pytest.warns(RuntimeWarning, match="will not be loaded: q: .*quantized"):
         ckptman.save({"q": quantized(VALUES)}, tmp_path / STEP)
     same, other = quantized(VALUES * 0), quantized(VALUES * 0, 0.5)
@@ -101,7 +98,7 @@ def test_quantized_numbers_are_never_read_by_other_scales(tmp_path: Path) -> Non
     assert note_in(tmp_path / STEP) is None
 
 
-def test_who_saves_such_a_tensor_by_a_state_dict_is_told(tmp_path: Path) -> None:
+def test_who_saves_such_a_tensor_by_a_state_dict_is_told(tmp_path):
     state = {
         "t": VALUES.as_subclass(Named),
         "file": io.BytesIO(b"abc"),
@@ -123,10 +120,10 @@ def test_who_saves_such_a_tensor_by_a_state_dict_is_told(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_process(monkeypatch):
     """The check without the start of a process of its own."""
 
-    def refused_on(path: Path, allow: tuple[str, ...]) -> dict[str, list[str]]:
+    def refused_on(path, allow):
         before = torch.serialization.get_safe_globals()
         try:
             pickle_check.allow(allow)
@@ -145,7 +142,7 @@ STATE = {"t": VALUES.as_subclass(Named), "when": date(2026, 11, 23), "n": 1, "de
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("writer", ["ckptman.save", "StorageWriter", "dcp"])
-def test_verify_says_what_a_load_would_refuse(tmp_path: Path, writer: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_what_a_load_would_refuse(tmp_path, writer, capsys):
     save(STATE, tmp_path / "x", writer)
     where = str(tmp_path / "x")
     assert main(["verify", where]) == 7
@@ -166,9 +163,7 @@ def test_verify_says_what_a_load_would_refuse(tmp_path: Path, writer: str, capsy
 
 
 @pytest.mark.slow
-def test_what_is_allowed_is_allowed_to_the_processes_that_load(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_allowed_is_allowed_to_the_processes_that_load(tmp_path, capsys):
     save(STATE, tmp_path / "x", "ckptman.save")
     allowed = ["--allow", NAMED, "--allow", "datetime.date"]
     assert main(["verify", str(tmp_path / "x"), "--world-size", "2", *allowed]) == 0
@@ -176,7 +171,7 @@ def test_what_is_allowed_is_allowed_to_the_processes_that_load(
 
 
 @pytest.mark.usefixtures("in_process")
-def test_verify_remarks_on_quantized_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_remarks_on_quantized_tensors(tmp_path, capsys):
     with pytest.warns(RuntimeWarning, match="quantized"):
         ckptman.save({"q": quantized(VALUES), "w": VALUES}, tmp_path / "x")
     assert main(["verify", str(tmp_path / "x")]) == 0

@@ -1,7 +1,5 @@
 """A save that fails says so on every rank, leaves nothing of itself, harms no older checkpoint, and can be repeated."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import gc
@@ -10,9 +8,7 @@ import resource
 import subprocess
 import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,37 +25,37 @@ from tests.dcp.test_values import State, bits, load, noise, save
 from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
 
-WAYS: dict[str, dict[str, Any]] = {"sync": {"async_save": False}, "async": {}, "overlap": {"overlap": True}}
+WAYS = {"sync": {"async_save": False}, "async": {}, "overlap": {"overlap": True}}
 LIMIT_BYTES = 256 * 1024
 
 
-def tensors(step: int) -> State:
+def tensors(step):
     """Sharded rows that change with every step, more than the limit on each rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = noise(torch.int32, 2000, 300) + step
     return {"rows": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None), "small": torch.full((3,), step)}
 
 
-def open_run(root: str, state: State, disk: Disk = DISK, **options: Any) -> ckptman.Checkpointer:
+def open_run(root, state, disk=DISK, **options):
     with saving_to(disk):
         return ckptman.Checkpointer(root, state, deadline=None, timeout_seconds=20, **options)
 
 
-def limit(size: int | None) -> None:
+def limit(size):
     """Let no file of this process grow over a size: the kernel refuses, as it does with a quota."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
 
-def names(root: str | Path) -> list[str]:
+def names(root):
     return sorted(each.name for each in Path(root).iterdir() if each.name[0] != "." and each.name != "ballast")
 
 
-def set_step(state: State, step: int) -> None:
+def set_step(state, step):
     state["x"], state["epoch"] = tensors(step), step
 
 
-def loaded(path: str, step: int) -> bool:
+def loaded(path, step):
     """Whether a checkpoint holds what the state of that step was. Every rank calls it."""
     fresh, saved = {"x": tensors(0), "epoch": 0}, tensors(step)
     load(fresh, path, "StorageReader")
@@ -69,7 +65,7 @@ def loaded(path: str, step: int) -> bool:
     )
 
 
-def attempt(checkpointer: ckptman.Checkpointer, step: int) -> tuple[int, str] | None:
+def attempt(checkpointer, step):
     """Save and wait; the rank and the cause of a failure."""
     try:
         checkpointer.save(step)
@@ -82,10 +78,10 @@ def attempt(checkpointer: ckptman.Checkpointer, step: int) -> tuple[int, str] | 
     return None
 
 
-def fail_in_the_middle(root: str, options: dict[str, Any]) -> list[Any]:
+def fail_in_the_middle(root, options):
     """Step 2 does not fit on rank 1; 1 and 3 do."""
-    events: list[Any] = []
-    state: State = {}
+    events = []
+    state = {}
     set_step(state, 1)
     with open_run(root, state, **options) as checkpointer:
         for step in (1, 2, 3):
@@ -104,7 +100,7 @@ ONE, THREE = "step-0000000001", "step-0000000003"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_a_file_that_may_not_grow(tmp_path: Path, way: str) -> None:
+def test_a_file_that_may_not_grow(tmp_path, way):
     first, second = run_ranks(2, fail_in_the_middle, str(tmp_path), WAYS[way])
     assert first == second
     assert first[0] is None
@@ -119,20 +115,20 @@ def test_a_file_that_may_not_grow(tmp_path: Path, way: str) -> None:
 class FailingDisk(Disk):
     """From its n-th write or flush of an open file on, it refuses; `left` None: it works."""
 
-    def __init__(self) -> None:
-        self.left: int | None = None
+    def __init__(self):
+        self.left = None
         self.error = 0
         self._lock = threading.Lock()
 
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+    def write_at(self, fd, data, offset):
         self._count()
         return super().write_at(fd, data, offset)
 
-    def sync_file(self, fd: int) -> None:
+    def sync_file(self, fd):
         self._count()
         super().sync_file(fd)
 
-    def _count(self) -> None:
+    def _count(self):
         with self._lock:
             if self.left is not None:
                 self.left -= 1
@@ -140,10 +136,10 @@ class FailingDisk(Disk):
                     raise OSError(self.error, os.strerror(self.error))
 
 
-def fail_at_writes(root: str, options: dict[str, Any]) -> list[Any]:
+def fail_at_writes(root, options):
     """Each error on each rank, at the first write and at a later one."""
     disk, events = FailingDisk(), []
-    state: State = {"large": torch.arange(2_500_000), "epoch": 0}
+    state = {"large": torch.arange(2_500_000), "epoch": 0}
     with open_run(root, state, **options, disk=disk) as checkpointer:
         step = 1
         set_step(state, step)
@@ -173,7 +169,7 @@ def fail_at_writes(root: str, options: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_errors_of_the_disk_at_any_write(tmp_path: Path, way: str) -> None:
+def test_errors_of_the_disk_at_any_write(tmp_path, way):
     first, second = run_ranks(2, fail_at_writes, str(tmp_path), WAYS[way])
     assert first == second
     for failure, (rank, text), left in first:
@@ -188,18 +184,18 @@ class FullDisk(Disk):
 
     full = False
 
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+    def write_at(self, fd, data, offset):
         if self.full:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
         return super().write_at(fd, data, offset)
 
-    def remove_tree(self, path: Path) -> None:
+    def remove_tree(self, path):
         if self.full:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         super().remove_tree(path)
 
 
-def fail_where_warnings_are_errors(root: str, options: dict[str, Any]) -> list[Any]:
+def fail_where_warnings_are_errors(root, options):
     warnings.simplefilter("error", RuntimeWarning)
     disk, state, failures = FullDisk(), State(), []
     set_step(state, 1)
@@ -214,7 +210,7 @@ def fail_where_warnings_are_errors(root: str, options: dict[str, Any]) -> list[A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["sync", "async"])
-def test_a_warning_that_is_an_error_parts_no_ranks(tmp_path: Path, way: str) -> None:
+def test_a_warning_that_is_an_error_parts_no_ranks(tmp_path, way):
     """The leader cannot remove what it wrote, and says so, where the others wait to hear whether there is more room."""
     first, second = run_ranks(2, fail_where_warnings_are_errors, str(tmp_path), WAYS[way])
     assert first == second
@@ -222,10 +218,10 @@ def test_a_warning_that_is_an_error_parts_no_ranks(tmp_path: Path, way: str) -> 
     assert "quota" in first[1][1]
 
 
-def fail_alone(folder: str, writer: str) -> list[str]:
+def fail_alone(folder, writer):
     """`ckptman.save` and `dcp.save` with no Checkpointer around them."""
     texts = []
-    state: State = {}
+    state = {}
     set_step(state, 1)
     save(state, f"{folder}/one", writer)
     if dist.get_rank() == 1:
@@ -253,7 +249,7 @@ def fail_alone(folder: str, writer: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", ["StorageWriter", "ckptman.save"])
-def test_a_save_without_a_checkpointer(tmp_path: Path, writer: str) -> None:
+def test_a_save_without_a_checkpointer(tmp_path, writer):
     for text, *left in run_ranks(2, fail_alone, str(tmp_path), writer):
         assert "File too large" in text
         assert left == ["one"]
@@ -261,7 +257,7 @@ def test_a_save_without_a_checkpointer(tmp_path: Path, writer: str) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of 8 MiB."""
     folder = tmp_path / "mount"
     folder.mkdir()
@@ -276,10 +272,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill_the_disk(root: str, options: dict[str, Any]) -> list[Any]:
+def fill_the_disk(root, options):
     """Two checkpoints fit beside each other, but not beside the ballast."""
-    events: list[Any] = []
-    state: State = {}
+    events = []
+    state = {}
     set_step(state, 1)
     ballast = Path(root) / "ballast"
     with warnings.catch_warnings():
@@ -301,7 +297,7 @@ def fill_the_disk(root: str, options: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])
-def test_a_disk_that_is_really_full(small_disk: Path, way: str) -> None:
+def test_a_disk_that_is_really_full(small_disk, way):
     first, second = run_ranks(2, fill_the_disk, str(small_disk), WAYS[way])
     assert first == second
     assert first[:2] == [None, [ONE]]
@@ -313,20 +309,20 @@ def test_a_disk_that_is_really_full(small_disk: Path, way: str) -> None:
 class NoDirectIO(Disk):
     """A file system that takes the flag for direct I/O and refuses the writes, as some do."""
 
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+    def write_at(self, fd, data, offset):
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return super().write_at(fd, data, offset)
 
 
-def test_where_there_is_no_direct_io_the_journal_says_so_once(tmp_path: Path) -> None:
-    state: State = {"x": noise(torch.int32, 2000, 300)}
+def test_where_there_is_no_direct_io_the_journal_says_so_once(tmp_path):
+    state = {"x": noise(torch.int32, 2000, 300)}
     with open_run(str(tmp_path / "run"), state, disk=NoDirectIO()) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step)
     events, _ = read_journal(tmp_path / "run" / ".ckptman" / "journal.jsonl")
     reasons = [each["reason"] for each in events if each["event"] == "direct_io_unavailable"]
     assert reasons == ["a direct write was refused (Invalid argument)"]
-    fresh: State = {"x": torch.zeros(2000, 300, dtype=torch.int32)}
+    fresh = {"x": torch.zeros(2000, 300, dtype=torch.int32)}
     ckptman.load(fresh, tmp_path / "run" / "step-0000000002")
     assert torch.equal(fresh["x"], state["x"])

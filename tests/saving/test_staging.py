@@ -1,17 +1,13 @@
 """Private copies in host memory: slots that are used again, what is copied later, and what happens without memory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -25,24 +21,24 @@ from ckptman.comm.control_group import Channel
 from ckptman.runtime.host_memory import available_bytes, spare_bytes
 from ckptman.runtime.journal import read_journal
 from ckptman.saving import staging, writer
-from ckptman.saving.staging import RESERVE_BYTES, Slot, Staged, Stager
-from ckptman.saving.write_plan import RankFile, plan_save
+from ckptman.saving.staging import RESERVE_BYTES, Slot, Stager
+from ckptman.saving.write_plan import plan_save
 from ckptman.saving.writer import CheckpointWriter, Content
 from ckptman.state.named_state import snapshot
-from tests.dcp.test_values import State, bits, noise, shapes_and_views
+from tests.dcp.test_values import bits, noise, shapes_and_views
 from tests.helpers.ranks import run_ranks
 
 WAIT = 20.0
 """Seconds after which a test gives up on another thread."""
 
 
-def file_of(state: State) -> tuple[RankFile, list[torch.Tensor]]:
+def file_of(state):
     shot = snapshot(state, 0)
     file = plan_save(shot, Channel(WAIT))
     return file, file.memory(shot)
 
 
-def differing(staged: Staged, file: RankFile, expected: list[torch.Tensor]) -> list[str]:
+def differing(staged, file, expected):
     """The names of pieces whose private copy is not what is expected."""
     wrong = []
     for piece, place, tensor in zip(file.pieces, file.places, expected):
@@ -52,26 +48,26 @@ def differing(staged: Staged, file: RankFile, expected: list[torch.Tensor]) -> l
     return wrong
 
 
-def contents() -> State:
+def contents():
     tensors = {name: each for name, each in shapes_and_views().items() if not name.startswith("expanded")}
     tensors |= {"large": noise(torch.float32, 1031, 257), "fp8": noise(torch.float8_e4m3fn, 9, 5)}
     return {"x": tensors | {"tall": noise(torch.float32, 1031, 300).T}}
 
 
 @contextmanager
-def stager_of(may_take: Callable[[int], bool] = lambda size: True) -> Iterator[Stager]:
-    stager = Stager(SimpleNamespace(idle=False))  # type: ignore[arg-type]
-    stager._has_room = lambda file: may_take(file.end)  # type: ignore[method-assign]
+def stager_of(may_take=lambda size: True):
+    stager = Stager(SimpleNamespace(idle=False))
+    stager._has_room = lambda file: may_take(file.end)
     yield stager
     stager.close()
 
 
 @contextmanager
-def behind(work: Callable[[], Any]) -> Iterator[threading.Event]:
+def behind(work):
     """Do `work` in another thread, which has to end by the end of the block."""
     done, errors = threading.Event(), []
 
-    def run() -> None:
+    def run():
         try:
             work()
         except BaseException as error:
@@ -88,7 +84,7 @@ def behind(work: Callable[[], Any]) -> Iterator[threading.Event]:
 # ---- slots -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_private_copy_is_the_file_and_does_not_change_with_the_state() -> None:
+def test_a_private_copy_is_the_file_and_does_not_change_with_the_state():
     file, memory = file_of(contents())
     before = [tensor.detach().clone() for tensor in memory]
     with stager_of() as stager:
@@ -104,11 +100,11 @@ def test_a_private_copy_is_the_file_and_does_not_change_with_the_state() -> None
         assert file.end % 4096 == 0
 
 
-def test_a_slot_that_is_free_is_used_again_and_filled_anew() -> None:
+def test_a_slot_that_is_free_is_used_again_and_filled_anew():
     tensor = torch.zeros(300_000)
     file, memory = file_of({"x": {"w": tensor}})
-    asked: list[int] = []
-    with stager_of(lambda size: not asked.append(size)) as stager:  # type: ignore[func-returns-value]
+    asked = []
+    with stager_of(lambda size: not asked.append(size)) as stager:
         stager.prepare(file, memory)
         slots = set()
         for step in range(1, 5):
@@ -122,11 +118,11 @@ def test_a_slot_that_is_free_is_used_again_and_filled_anew() -> None:
     assert asked == [], "nobody asks for memory that is not needed"
 
 
-def test_a_second_slot_is_made_only_when_the_first_is_busy_and_there_is_never_a_third() -> None:
+def test_a_second_slot_is_made_only_when_the_first_is_busy_and_there_is_never_a_third():
     tensor = torch.zeros(300_000)
     file, memory = file_of({"x": {"w": tensor}})
-    asked: list[int] = []
-    with stager_of(lambda size: not asked.append(size)) as stager:  # type: ignore[func-returns-value]
+    asked = []
+    with stager_of(lambda size: not asked.append(size)) as stager:
         first = stager.stage(file, memory)
         tensor.fill_(1)
         second = stager.stage(file, memory)
@@ -134,7 +130,7 @@ def test_a_second_slot_is_made_only_when_the_first_is_busy_and_there_is_never_a_
         assert first.slot is not second.slot
         assert stager.held_bytes == 2 * file.end
         tensor.fill_(2)
-        third: list[Staged] = []
+        third = []
         with behind(lambda: third.append(stager.stage(file, memory))) as done:
             assert not done.wait(0.2)
             assert differing(first, file, [torch.full((300_000,), 0.0)]) == []
@@ -145,11 +141,11 @@ def test_a_second_slot_is_made_only_when_the_first_is_busy_and_there_is_never_a_
     assert asked == [file.end]
 
 
-def test_without_memory_for_a_second_slot_a_save_waits_for_the_first() -> None:
+def test_without_memory_for_a_second_slot_a_save_waits_for_the_first():
     file, memory = file_of({"x": {"w": torch.zeros(1000)}})
     with stager_of(lambda size: False) as stager:
         first = stager.stage(file, memory)
-        second: list[Staged] = []
+        second = []
         with behind(lambda: second.append(stager.stage(file, memory))) as done:
             assert not done.wait(0.2)
             first.release()
@@ -157,7 +153,7 @@ def test_without_memory_for_a_second_slot_a_save_waits_for_the_first() -> None:
         assert stager.held_bytes == file.end
 
 
-def test_a_save_takes_the_slot_that_is_free_first() -> None:
+def test_a_save_takes_the_slot_that_is_free_first():
     file, memory = file_of({"x": {"w": torch.zeros(1000)}})
     with stager_of() as stager:
         one = stager.stage(file, memory)
@@ -171,7 +167,7 @@ def test_a_save_takes_the_slot_that_is_free_first() -> None:
         assert in_time
 
 
-def test_another_file_takes_the_place_of_the_slots() -> None:
+def test_another_file_takes_the_place_of_the_slots():
     file, memory = file_of({"x": {"w": torch.zeros(1000)}})
     other, others = file_of({"x": {"w": torch.ones(5000), "v": torch.ones(3)}})
     with stager_of() as stager:
@@ -184,7 +180,7 @@ def test_another_file_takes_the_place_of_the_slots() -> None:
         assert differing(stager.stage(other, others), other, others) == []
 
 
-def test_a_file_of_nothing() -> None:
+def test_a_file_of_nothing():
     file, memory = file_of({"x": {"empty": torch.empty(0, 3), "value": 5}})
     with stager_of() as stager:
         staged = stager.stage(file, memory)
@@ -195,7 +191,7 @@ def test_a_file_of_nothing() -> None:
         assert len(stager.stage(file, memory).slot.memory) == 0
 
 
-def test_dtypes_that_can_be_stored_and_not_copied() -> None:
+def test_dtypes_that_can_be_stored_and_not_copied():
     file, memory = file_of({"x": {"fp4": noise(torch.uint8, 8, 6).view(torch.float4_e2m1fn_x2)}})
     with stager_of() as stager:
         assert differing(stager.stage(file, memory), file, memory) == []
@@ -207,11 +203,11 @@ def test_dtypes_that_can_be_stored_and_not_copied() -> None:
 class HeldUp:
     """Patches `Slot.copy`: the thread that copies later waits for `go`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+    def __init__(self, monkeypatch, error=None):
         self.go, self.copied = threading.Event(), threading.Event()
         original = Slot.copy
 
-        def copy(slot: Slot, memory: Any, numbers: Any) -> None:
+        def copy(slot, memory, numbers):
             later = threading.current_thread().name.startswith("ckptman-stage")
             if later:
                 assert self.go.wait(WAIT)
@@ -225,13 +221,11 @@ class HeldUp:
 
 
 @pytest.mark.parametrize("restored", [False, True])
-def test_the_first_save_finds_its_memory_warm_also_in_a_loop_that_saves_without_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored: bool
-) -> None:
+def test_the_first_save_finds_its_memory_warm_also_in_a_loop_that_saves_without_a_step(tmp_path, monkeypatch, restored):
     if restored:
         with ckptman.Checkpointer(tmp_path, contents()) as checkpointer:
             checkpointer.save(1)
-    allocated: list[int] = []
+    allocated = []
     real = staging._allocate
     monkeypatch.setattr(staging, "_allocate", lambda size, path: allocated.append(size) or real(size, path))
     with ckptman.Checkpointer(tmp_path, contents()) as checkpointer:
@@ -241,7 +235,7 @@ def test_the_first_save_finds_its_memory_warm_also_in_a_loop_that_saves_without_
         assert len(allocated) == 1
 
 
-def test_what_may_be_copied_later_is_waited_for_before_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_be_copied_later_is_waited_for_before_a_change(monkeypatch):
     now, later = torch.zeros(1000), torch.zeros(1000)
     file, memory = file_of({"x": {"later": later, "now": now}})
     number = [piece.name for piece in file.pieces].index("x.later")
@@ -262,19 +256,19 @@ def test_what_may_be_copied_later_is_waited_for_before_a_change(monkeypatch: pyt
             monkeypatch.undo()
 
 
-def test_a_slot_is_not_free_while_what_was_to_be_copied_later_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_is_not_free_while_what_was_to_be_copied_later_is_copied(monkeypatch):
     file, memory = file_of({"x": {"later": torch.zeros(1000), "now": torch.zeros(1000)}})
     number = [piece.name for piece in file.pieces].index("x.later")
     held = HeldUp(monkeypatch)
     waiting = Slot.copy
 
-    def copy(slot: Slot, memory: Any, numbers: Any) -> None:
+    def copy(slot, memory, numbers):
         if threading.current_thread().name.startswith("ckptman-stage"):
             waiting(slot, memory, numbers)
         else:
             raise RuntimeError("no")
 
-    def fail() -> None:
+    def fail():
         with pytest.raises(RuntimeError, match="no"):
             stager.stage(file, memory, {number})
 
@@ -290,12 +284,12 @@ def test_a_slot_is_not_free_while_what_was_to_be_copied_later_is_copied(monkeypa
             pass
 
 
-def test_memory_that_cannot_be_taken_for_a_second_slot_is_waited_for() -> None:
+def test_memory_that_cannot_be_taken_for_a_second_slot_is_waited_for():
     """It was said to be there and is not: the save waits for the slot that there is."""
     file, memory = file_of({"x": {"w": torch.zeros(1000)}})
     with stager_of() as stager:
         first = stager.stage(file, memory)
-        second: list[Staged] = []
+        second = []
         with (
             mock.patch("ckptman.saving.staging._allocate", side_effect=MemoryError("none left")),
             behind(lambda: second.append(stager.stage(file, memory))) as done,
@@ -305,7 +299,7 @@ def test_memory_that_cannot_be_taken_for_a_second_slot_is_waited_for() -> None:
         assert second[0].slot is first.slot
 
 
-def test_a_copy_that_fails_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_frees_its_slot(monkeypatch):
     file, memory = file_of({"x": {"w": torch.zeros(1000)}})
     with stager_of(lambda size: False) as stager:
         stager.prepare(file, memory)
@@ -315,13 +309,11 @@ def test_a_copy_that_fails_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> No
             pass
 
 
-def test_a_value_that_may_change_is_pickled_before_the_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_that_may_change_is_pickled_before_the_training_goes_on(tmp_path, monkeypatch):
     """On its stream, too: what the value holds may be on a device."""
     pickled, threads = writer.pickled, []
 
-    def noted(value: Any) -> bytes:
+    def noted(value):
         if not isinstance(value, int):
             threads.append(threading.current_thread())
         return pickled(value)
@@ -341,7 +333,7 @@ def test_a_value_that_may_change_is_pickled_before_the_training_goes_on(
 # ---- saves one after the other ---------------------------------------------------------------------------------------
 
 
-def value_of(path: Path) -> float:
+def value_of(path):
     """The one value that fills `x.w` of a checkpoint; an error if there are two."""
     state = {"s": {"w": torch.zeros(1_000_000)}}
     ckptman.load(state, path)
@@ -349,21 +341,19 @@ def value_of(path: Path) -> float:
     return float(value)
 
 
-def test_a_slot_is_not_taken_from_a_save_that_has_not_been_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slot_is_not_taken_from_a_save_that_has_not_been_written(tmp_path, monkeypatch):
     """Save 1 is long in its commit, so that save 2 gets its slot; save 3 comes while 2 is being written."""
     tensor = torch.zeros(1_000_000)
     in_commit, may_commit, in_write, may_write = (threading.Event() for _ in range(4))
     commit, write, writes = CheckpointWriter._commit, CheckpointWriter._write, []
 
-    def slow_commit(writing: CheckpointWriter, *args: Any) -> Any:
+    def slow_commit(writing, *args):
         if not in_commit.is_set():
             in_commit.set()
             assert may_commit.wait(WAIT)
         return commit(writing, *args)
 
-    def slow_write(writing: CheckpointWriter, *args: Any) -> Any:
+    def slow_write(writing, *args):
         writes.append(1)
         if len(writes) == 2:
             in_write.set()
@@ -389,10 +379,10 @@ def test_a_slot_is_not_taken_from_a_save_that_has_not_been_written(
     assert [value_of(tmp_path / f"step-{step:010d}") for step in (1, 2, 3)] == [1, 2, 3]
 
 
-def test_saves_that_come_faster_than_the_disk_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_that_come_faster_than_the_disk_takes_them(tmp_path, monkeypatch):
     tensor, original = torch.zeros(1_000_000), CheckpointWriter._write
 
-    def slow(writing: CheckpointWriter, *args: Any) -> Any:
+    def slow(writing, *args):
         time.sleep(0.03)
         return original(writing, *args)
 
@@ -404,10 +394,10 @@ def test_saves_that_come_faster_than_the_disk_takes_them(tmp_path: Path, monkeyp
     assert [value_of(tmp_path / f"step-{step:010d}") for step in range(1, 9)] == list(range(1, 9))
 
 
-def save_with_errors(root: Path, errors: int) -> None:
+def save_with_errors(root, errors):
     original, left = Content.of, errors
 
-    def failing(*args: Any) -> Content:
+    def failing(*args):
         nonlocal left
         left -= 1
         if left >= 0:
@@ -431,7 +421,7 @@ def save_with_errors(root: Path, errors: int) -> None:
     assert value_of(root / f"step-{errors + 1:010d}") == 1
 
 
-def _free_all(checkpointer: ckptman.Checkpointer) -> None:
+def _free_all(checkpointer):
     """So that a test that fails ends."""
     assert checkpointer._saver._stager is not None
     stager = checkpointer._saver._stager
@@ -441,16 +431,14 @@ def _free_all(checkpointer: ckptman.Checkpointer) -> None:
         stager._freed.notify_all()
 
 
-def test_a_save_that_fails_after_its_copy_frees_its_slot(tmp_path: Path) -> None:
+def test_a_save_that_fails_after_its_copy_frees_its_slot(tmp_path):
     save_with_errors(tmp_path, 2)
 
 
-def test_ctrl_c_before_the_write_behind_has_the_copy_frees_its_slot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_before_the_write_behind_has_the_copy_frees_its_slot(tmp_path, monkeypatch):
     """In a notebook, say, where saves go on after it."""
 
-    def interrupted(*_: object) -> Any:
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     state = contents()
@@ -464,12 +452,10 @@ def test_ctrl_c_before_the_write_behind_has_the_copy_frees_its_slot(
     assert (tmp_path / "step-0000000004").is_dir()
 
 
-def test_without_a_thread_to_write_behind_no_save_is_written_later_with_what_another_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_thread_to_write_behind_no_save_is_written_later_with_what_another_saves(tmp_path, monkeypatch):
     start, few = threading.Thread.start, [True]
 
-    def limited(thread: threading.Thread) -> None:
+    def limited(thread):
         if few and thread.name.startswith("ckptman-save"):
             raise RuntimeError("can't start new thread")
         start(thread)
@@ -510,7 +496,7 @@ for step in (1, 2):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_closed_while_the_interpreter_leaves_saves_its_end(tmp_path: Path) -> None:
+def test_a_run_that_is_closed_while_the_interpreter_leaves_saves_its_end(tmp_path):
     done = subprocess.run([sys.executable, "-c", _ENDS, str(tmp_path)], capture_output=True, timeout=60, check=True)
     assert b"Traceback" not in done.stderr
     assert (tmp_path / "step-0000000002").is_dir()
@@ -519,12 +505,12 @@ def test_a_run_that_is_closed_while_the_interpreter_leaves_saves_its_end(tmp_pat
 # ---- too little memory -----------------------------------------------------------------------------------------------
 
 
-def patched_memory(left: Callable[[], int]) -> Any:
+def patched_memory(left):
     """Let a Checkpointer see other memory than there is."""
     return mock.patch("ckptman.saving.staging.available_bytes", left)
 
 
-def test_too_little_memory_is_a_warning_and_saves_that_block(tmp_path: Path) -> None:
+def test_too_little_memory_is_a_warning_and_saves_that_block(tmp_path):
     state = {"s": {"w": torch.ones(1_000_000)}}
     told = r"saves will block training until they are durable: .* 0\.5 GiB are left"
     with (
@@ -545,7 +531,7 @@ def test_too_little_memory_is_a_warning_and_saves_that_block(tmp_path: Path) -> 
     assert "save_staged" not in {each["event"] for each in events}
 
 
-def test_enough_memory_is_no_warning(tmp_path: Path) -> None:
+def test_enough_memory_is_no_warning(tmp_path):
     state = {"s": {"w": torch.ones(1_000_000)}}
     left = [RESERVE_BYTES + 4_500_000]
     with (
@@ -560,7 +546,7 @@ def test_enough_memory_is_no_warning(tmp_path: Path) -> None:
     assert value_of(tmp_path / "step-0000000002") == 1
 
 
-def test_memory_that_cannot_be_taken_is_a_refusal_too(tmp_path: Path) -> None:
+def test_memory_that_cannot_be_taken_is_a_refusal_too(tmp_path):
     state = {"s": {"w": torch.ones(1000)}}
     with (
         mock.patch("ckptman.saving.staging._allocate", side_effect=MemoryError("none left")),
@@ -573,7 +559,7 @@ def test_memory_that_cannot_be_taken_is_a_refusal_too(tmp_path: Path) -> None:
         assert (tmp_path / "step-0000000001" / "manifest.json").exists()
 
 
-def refused_on_one(root: str, short: int) -> tuple[list[str], bool, bool]:
+def refused_on_one(root, short):
     """One rank has too little; what each is warned of, and whether its save was durable at once."""
     left = RESERVE_BYTES // 2 if dist.get_rank() == short else 1 << 50
     with warnings.catch_warnings(record=True) as caught:
@@ -587,7 +573,7 @@ def refused_on_one(root: str, short: int) -> tuple[list[str], bool, bool]:
 
 
 @pytest.mark.parametrize("short", [0, 1])
-def test_all_ranks_save_alike_where_one_has_too_little(tmp_path: Path, short: int) -> None:
+def test_all_ranks_save_alike_where_one_has_too_little(tmp_path, short):
     (told, *first), (quiet, *second) = run_ranks(2, refused_on_one, str(tmp_path), short)
     assert len(told) == 1
     assert "saves will block training" in told[0]
@@ -603,28 +589,28 @@ GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
-def large_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def large_machine(request, monkeypatch):
     if "cgroup" in request.node.name:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=500 * GIB))
 
 
-def put(folder: Path, **files: object) -> None:
+def put(folder, **files):
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name.replace("__", ".")).write_text(f"{text}\n")
 
 
-def own(tmp_path: Path, text: str) -> Path:
+def own(tmp_path, text):
     (tmp_path / "own").write_text(text)
     return tmp_path / "own"
 
 
-def test_cgroup_none(tmp_path: Path) -> None:
+def test_cgroup_none(tmp_path):
     assert available_bytes(tmp_path, tmp_path / "none") == 500 * GIB
     assert available_bytes(tmp_path, own(tmp_path, "0::/nowhere\n")) == 500 * GIB
 
 
-def test_cgroup_v2_the_tightest_of_all_above_counts(tmp_path: Path) -> None:
+def test_cgroup_v2_the_tightest_of_all_above_counts(tmp_path):
     root, job = tmp_path / "fs", tmp_path / "fs/slurm/job_7"
     put(root / "slurm", memory__max="max", memory__current=400 * GIB)
     put(job, memory__max=64 * GIB, memory__current=40 * GIB, memory__stat=f"anon 5\ninactive_file {9 * GIB}\nx y z")
@@ -640,12 +626,12 @@ def test_cgroup_v2_the_tightest_of_all_above_counts(tmp_path: Path) -> None:
         assert available_bytes(root, mine) == 3 * GIB
 
 
-def test_cgroup_v2_of_a_container_that_sees_only_itself(tmp_path: Path) -> None:
+def test_cgroup_v2_of_a_container_that_sees_only_itself(tmp_path):
     put(tmp_path / "fs", memory__max=8 * GIB, memory__current=5 * GIB, memory__stat=f"active_file {GIB}")
     assert available_bytes(tmp_path / "fs", own(tmp_path, "0::/\n")) == 4 * GIB
 
 
-def test_cgroup_v1_beside_v2(tmp_path: Path) -> None:
+def test_cgroup_v1_beside_v2(tmp_path):
     job = tmp_path / "fs/memory/slurm/job_7"
     put(tmp_path / "fs/memory", memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=90 * GIB)
     put(job, memory__limit_in_bytes=20 * GIB, memory__usage_in_bytes=6 * GIB, memory__stat=f"inactive_file {GIB}")
@@ -654,7 +640,7 @@ def test_cgroup_v1_beside_v2(tmp_path: Path) -> None:
     assert available_bytes(tmp_path / "fs", own(tmp_path, "7:memory,hugetlb:/slurm/job_7/step_0\n")) == 15 * GIB
 
 
-def test_cgroup_v1_pages_of_files_that_belong_to_a_group_below(tmp_path: Path) -> None:
+def test_cgroup_v1_pages_of_files_that_belong_to_a_group_below(tmp_path):
     job = tmp_path / "fs/memory/slurm/job_7"
     stat = f"inactive_file 0\nactive_file 0\ntotal_inactive_file {10 * GIB}\ntotal_active_file {2 * GIB}"
     put(job, memory__limit_in_bytes=20 * GIB, memory__usage_in_bytes=18 * GIB, memory__stat=stat)
@@ -662,7 +648,7 @@ def test_cgroup_v1_pages_of_files_that_belong_to_a_group_below(tmp_path: Path) -
     assert available_bytes(tmp_path / "fs", mine) == 14 * GIB
 
 
-def test_cgroup_what_is_read_again_and_again_is_not_spare(tmp_path: Path) -> None:
+def test_cgroup_what_is_read_again_and_again_is_not_spare(tmp_path):
     (tmp_path / "meminfo").write_text(f"MemFree: 5 kB\nActive(file):    {400 * GIB // 1024} kB\n")
     assert spare_bytes(tmp_path, tmp_path / "none", tmp_path / "meminfo") == 100 * GIB
     assert spare_bytes(tmp_path, tmp_path / "none", tmp_path / "none") == 500 * GIB
@@ -672,5 +658,5 @@ def test_cgroup_what_is_read_again_and_again_is_not_spare(tmp_path: Path) -> Non
     assert spare_bytes(root, own(tmp_path, "0::/job_7\n"), tmp_path / "meminfo") == 13 * GIB
 
 
-def test_this_machine_has_some_memory_left() -> None:
+def test_this_machine_has_some_memory_left():
     assert 0 < spare_bytes() <= available_bytes() <= psutil.virtual_memory().total

@@ -1,11 +1,7 @@
 """A save whose parameters are those of the save before is told, at once; one that trained is not."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,37 +26,37 @@ LARGE = 3 * BLOCK_BYTES // 4 + 5
 class Run:
     """A model with large and small parameters and a buffer, among an optimizer's state and plain values."""
 
-    def __init__(self, *, optimizer: bool = True, lr: float = 0.1) -> None:
+    def __init__(self, *, optimizer=True, lr=0.1):
         torch.manual_seed(0)
         self.model = nn.Module()
         self.model.first = nn.Parameter(torch.randn(7))
         self.model.large = nn.Parameter(torch.randn(LARGE))
         self.model.last = nn.Parameter(torch.randn(3, 5))
         self.model.register_buffer("mean", torch.zeros(9))
-        self.state: dict[str, Any] = {"before": torch.zeros(11), "model": self.model, "counter": 0}
+        self.state = {"before": torch.zeros(11), "model": self.model, "counter": 0}
         if optimizer:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
             self.state["optimizer"] = self.optimizer
         self.state["rng"] = ckptman.RNGState()
 
-    def go_on(self) -> None:
+    def go_on(self):
         """What changes at each step of any run, trained or not."""
         self.state["counter"] += 1
         self.state["before"] += 1
         self.model.mean += 1
         torch.rand(3)
 
-    def train(self) -> None:
+    def train(self):
         self.go_on()
         self.model.zero_grad()
         sum(each.square().sum() for each in self.model.parameters()).backward()
         self.optimizer.step()
 
-    def cache(self) -> None:
+    def cache(self):
         """From now on the state dict of the model is a copy that is made once."""
-        kept: dict[str, torch.Tensor] = {}
+        kept = {}
 
-        def cached(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        def cached(module, state, prefix, _):
             for name in list(state) if not prefix else []:
                 if name != "mean":
                     state[name] = kept.setdefault(name, state[name].detach().clone())
@@ -68,22 +64,22 @@ class Run:
         self.model.register_state_dict_post_hook(cached)
 
 
-def stale_events(root: Path) -> list[Event]:
+def stale_events(root):
     events, _ = read_journal(journal_path(root))
     return [event for event in events if event["event"] == "stale"]
 
 
 @contextlib.contextmanager
-def told() -> Iterator[list[str]]:
+def told():
     """The texts of the warnings inside."""
-    texts: list[str] = []
+    texts = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts
     texts += [str(each.message) for each in caught]
 
 
-def save_after(root: Path, state: dict[str, Any], *changes: Callable[[], object], **options: Any) -> list[int]:
+def save_after(root, state, *changes, **options):
     """Save at steps 1, 2, 3..., each after one of the changes. The steps of the saves that were stale."""
     with told(), ckptman.Checkpointer(root, state, deadline=None, **options) as checkpointer:
         checkpointer.restore()
@@ -95,7 +91,7 @@ def save_after(root: Path, state: dict[str, Any], *changes: Callable[[], object]
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"async_save": False}])
-def test_weights_that_are_saved_from_a_cached_copy(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_weights_that_are_saved_from_a_cached_copy(tmp_path, options):
     run = Run()
     run.cache()
     policy = ckptman.EverySteps(2)
@@ -120,18 +116,18 @@ def test_weights_that_are_saved_from_a_cached_copy(tmp_path: Path, options: dict
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"async_save": False}])
-def test_a_run_that_trains_is_not_stale(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_run_that_trains_is_not_stale(tmp_path, options):
     run = Run()
     assert save_after(tmp_path, run.state, *[run.train] * 4, **options) == []
 
 
 @pytest.mark.parametrize("name", ["first", "large", "last"])
 @pytest.mark.parametrize("place", [0, -1, BLOCK_BYTES // 4, BLOCK_BYTES // 8])
-def test_one_element_of_one_parameter_is_enough(tmp_path: Path, name: str, place: int) -> None:
+def test_one_element_of_one_parameter_is_enough(tmp_path, name, place):
     run = Run()
     parameter = getattr(run.model, name).data.view(-1)
 
-    def change() -> None:
+    def change():
         run.go_on()
         parameter[min(place, len(parameter) - 1)] += 1
 
@@ -140,7 +136,7 @@ def test_one_element_of_one_parameter_is_enough(tmp_path: Path, name: str, place
 
 
 @pytest.mark.slow
-def test_every_layout_of_small_and_large_parameters_among_other_things(tmp_path: Path) -> None:
+def test_every_layout_of_small_and_large_parameters_among_other_things(tmp_path):
     """Wherever a parameter lies in the file, its first and its last element count, and nothing else does."""
     generator = torch.Generator().manual_seed(1)
     for number in range(6):
@@ -154,12 +150,12 @@ def test_every_layout_of_small_and_large_parameters_among_other_things(tmp_path:
         # Names are sorted where ranks share them, so others come before, after and between.
         state = {"a": other, "model": model, "z": {name: each.clone() for name, each in other.items()}, "n": 0}
 
-        def rest(state: dict[str, Any] = state, model: nn.Module = model) -> None:
+        def rest(state=state, model=model):
             for each in (*state["a"].values(), *state["z"].values(), *model.buffers()):
                 each += 1
             state["n"] += 1
 
-        changes: list[Callable[[], object]] = [rest]
+        changes = [rest]
         for parameter in model.parameters():
             for at in (0, -1):
                 changes.append(lambda data=parameter.data, at=at: (rest(), data[at : len(data) + at + 1].add_(1)))
@@ -167,7 +163,7 @@ def test_every_layout_of_small_and_large_parameters_among_other_things(tmp_path:
         assert save_after(tmp_path / str(number), state, *changes) == [len(changes)]
 
 
-def test_what_no_optimizer_updates_does_not_count(tmp_path: Path) -> None:
+def test_what_no_optimizer_updates_does_not_count(tmp_path):
     run = Run()
     for parameter in run.model.parameters():
         parameter.requires_grad_(False)
@@ -176,27 +172,27 @@ def test_what_no_optimizer_updates_does_not_count(tmp_path: Path) -> None:
     run.state["optimizer"] = run.optimizer
     run.train()
 
-    def thaw() -> None:
+    def thaw():
         run.model.large.data += 1
 
     assert save_after(tmp_path, run.state, run.train, run.train, thaw) == [3]
     assert stale_events(tmp_path)[0]["names"] == ["model.adapter"]
 
 
-def test_a_module_without_an_optimizer(tmp_path: Path) -> None:
+def test_a_module_without_an_optimizer(tmp_path):
     run = Run(optimizer=False)
     assert save_after(tmp_path, run.state, run.go_on, run.go_on) == [2]
     assert stale_events(tmp_path)[0]["updates"] is None
 
 
-def test_a_frozen_module_and_none_at_all(tmp_path: Path) -> None:
+def test_a_frozen_module_and_none_at_all(tmp_path):
     run = Run(optimizer=False)
     run.model.requires_grad_(False)
     assert save_after(tmp_path / "frozen", run.state, run.go_on, run.go_on) == []
     assert save_after(tmp_path / "none", {"x": {"w": torch.ones(4)}, "n": 1}, *[lambda: None] * 2) == []
 
 
-def test_steps_that_were_counted_and_not_made(tmp_path: Path) -> None:
+def test_steps_that_were_counted_and_not_made(tmp_path):
     run = Run()
     run.train()
     with told() as texts, ckptman.Checkpointer(tmp_path, run.state, deadline=None) as checkpointer:
@@ -207,21 +203,21 @@ def test_steps_that_were_counted_and_not_made(tmp_path: Path) -> None:
     assert stale_events(tmp_path)[0]["updates"] == 0
 
 
-def test_a_learning_rate_of_zero_changes_nothing_and_is_no_alarm(tmp_path: Path) -> None:
+def test_a_learning_rate_of_zero_changes_nothing_and_is_no_alarm(tmp_path):
     """A warm-up begins at zero: its first step leaves the parameters as they were."""
     run = Run(lr=1.0)
     run.train()
     schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: min(1.0, step / 10))
     assert run.optimizer.param_groups[0]["lr"] == 0
 
-    def step() -> None:
+    def step():
         run.train()
         schedule.step()
 
     assert save_after(tmp_path, run.state, lambda: None, step, step, step) == []
 
 
-def test_the_same_step_saved_again(tmp_path: Path) -> None:
+def test_the_same_step_saved_again(tmp_path):
     run = Run()
     run.train()
     with ckptman.Checkpointer(tmp_path, run.state, deadline=None) as checkpointer:
@@ -231,7 +227,7 @@ def test_the_same_step_saved_again(tmp_path: Path) -> None:
     assert stale_events(tmp_path) == []
 
 
-def test_told_again_after_one_that_was_fresh(tmp_path: Path) -> None:
+def test_told_again_after_one_that_was_fresh(tmp_path):
     run = Run()
     run.train()
     with told() as texts, ckptman.Checkpointer(tmp_path, run.state, deadline=None) as checkpointer:
@@ -242,7 +238,7 @@ def test_told_again_after_one_that_was_fresh(tmp_path: Path) -> None:
     assert [event["step"] for event in stale_events(tmp_path)] == [2, 3, 5]
 
 
-def test_after_a_resume_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
+def test_after_a_resume_there_is_nothing_to_compare_with(tmp_path):
     run = Run()
     run.train()
     assert save_after(tmp_path, run.state, run.train) == []
@@ -254,12 +250,12 @@ def test_after_a_resume_there_is_nothing_to_compare_with(tmp_path: Path) -> None
     assert stale_events(tmp_path) == []
 
 
-def test_what_failed_to_be_saved_is_not_compared_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_failed_to_be_saved_is_not_compared_with(tmp_path, monkeypatch):
     run, commit, fails = Run(), Draft.commit, [False]
     run.train()
     before = run.model.first.detach().clone()
 
-    def failing(draft: Draft, *args: Any) -> None:
+    def failing(draft, *args):
         if fails[0]:
             raise OSError("no space")
         commit(draft, *args)
@@ -295,24 +291,24 @@ class Marked(torch.Tensor):
     """A tensor of a class of its own, which is written as a pickle."""
 
 
-def test_parameters_of_a_class_of_their_own(tmp_path: Path) -> None:
+def test_parameters_of_a_class_of_their_own(tmp_path):
     model = nn.Module()
     model.marked = nn.Parameter(torch.ones(5).as_subclass(Marked))
     assert type(model.marked) is Marked
     state = {"model": model, "n": "a"}
 
-    def change() -> None:
+    def change():
         model.marked.data += 1
 
-    def rest() -> None:
-        state["n"] += "a value that gets longer"  # type: ignore[operator]
+    def rest():
+        state["n"] += "a value that gets longer"
 
     with torch.serialization.safe_globals([Marked]):
         assert save_after(tmp_path, state, change, change, rest, change) == [3]
 
 
-def test_a_check_that_fails_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
+def test_a_check_that_fails_fails_no_save(tmp_path, monkeypatch):
+    def broken(*_):
         raise ValueError("broken")
 
     run = Run()
@@ -324,7 +320,7 @@ def test_a_check_that_fails_fails_no_save(tmp_path: Path, monkeypatch: pytest.Mo
     assert save_after(tmp_path / "two", run.state, run.train, run.train) == []
 
 
-def test_a_warning_that_is_an_error_fails_no_save(tmp_path: Path) -> None:
+def test_a_warning_that_is_an_error_fails_no_save(tmp_path):
     run = Run()
     run.train()
     with warnings.catch_warnings():
@@ -336,7 +332,7 @@ def test_a_warning_that_is_an_error_fails_no_save(tmp_path: Path) -> None:
     assert len(stale_events(tmp_path)) == 1
 
 
-def save_sharded(root: str, mesh: tuple[int, ...] | None, changes: list[list[int]]) -> list[str]:
+def save_sharded(root, mesh, changes):
     """Each change names the ranks that change an element of their shard. The texts of the warnings of this rank."""
     import torch.distributed as dist
 
@@ -355,7 +351,7 @@ def save_sharded(root: str, mesh: tuple[int, ...] | None, changes: list[list[int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2,), (1, 2)])
-def test_a_change_on_one_rank_is_a_change(tmp_path: Path, mesh: tuple[int, ...]) -> None:
+def test_a_change_on_one_rank_is_a_change(tmp_path, mesh):
     texts = run_ranks(2, save_sharded, str(tmp_path), mesh, [[0, 1], [1], [0], [], [0, 1]])
     assert [event["step"] for event in stale_events(tmp_path)] == [4]
     assert stale_events(tmp_path)[0]["count"] == 3
@@ -363,7 +359,7 @@ def test_a_change_on_one_rank_is_a_change(tmp_path: Path, mesh: tuple[int, ...])
 
 
 @pytest.mark.slow
-def test_replicas_share_the_work(tmp_path: Path) -> None:
+def test_replicas_share_the_work(tmp_path):
     """As with DDP: each parameter is written by one of the ranks."""
     run_ranks(2, save_sharded, str(tmp_path), None, [[0, 1], [0, 1], [], []])
     assert [event["step"] for event in stale_events(tmp_path)] == [3, 4]

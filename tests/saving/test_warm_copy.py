@@ -1,10 +1,6 @@
 """The newest checkpoint is kept in the page cache, where that can be and there is memory for it."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,19 +18,19 @@ from ckptman.saving.warm_copy import why_not_kept
 COUNT = 1_000_000
 
 
-def mounted(kind: str) -> Any:
+def mounted(kind):
     mounts = parse_mountinfo(f"29 1 8:1 / / rw,relatime - {kind} somewhere rw")
     return mock.patch.object(warm_copy, "read_mounts", return_value=mounts)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     (tmp_path / "x").write_bytes(bytes(1000))
     return tmp_path / "x"
 
 
 @pytest.fixture
-def _spare(monkeypatch: pytest.MonkeyPatch) -> None:
+def _spare(monkeypatch):
     monkeypatch.setattr(warm_copy, "spare_bytes", lambda: 1 << 40)
 
 
@@ -49,13 +45,13 @@ def _spare(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tmpfs", "it is in memory as it is"),
     ],
 )
-def test_only_file_systems_of_this_node_are_read_once_more(path: Path, kind: str, reason: str | None) -> None:
+def test_only_file_systems_of_this_node_are_read_once_more(path, kind, reason):
     with mounted(kind):
         found = why_not_kept(path, 1)
     assert found == reason or (reason is not None and found is not None and found.startswith(reason))
 
 
-def test_memory_for_all_ranks_of_the_node_has_to_be_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_all_ranks_of_the_node_has_to_be_left(path, monkeypatch):
     monkeypatch.setattr(warm_copy, "spare_bytes", lambda: 2 * (1000 + RESERVE_BYTES))
     with mounted("ext4"):
         assert why_not_kept(path, 2) is None
@@ -64,7 +60,7 @@ def test_memory_for_all_ranks_of_the_node_has_to_be_left(path: Path, monkeypatch
 
 @pytest.mark.usefixtures("_spare")
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_save_is_warm_soon_after_it_is_durable(tmp_path: Path, async_save: bool) -> None:
+def test_a_save_is_warm_soon_after_it_is_durable(tmp_path, async_save):
     state = {"s": {"w": torch.rand(COUNT)}}
     with (
         mounted("ext4"),
@@ -80,7 +76,7 @@ def test_a_save_is_warm_soon_after_it_is_durable(tmp_path: Path, async_save: boo
 
 
 @pytest.mark.usefixtures("_spare")
-def test_it_is_the_switch_that_keeps_it(tmp_path: Path) -> None:
+def test_it_is_the_switch_that_keeps_it(tmp_path):
     with (
         ckptman.Checkpointer(tmp_path, {"s": {"w": torch.rand(COUNT)}}, deadline=None) as checkpointer,
         mock.patch.object(checkpointer._saver, "_keep_cached") as keep,
@@ -90,7 +86,7 @@ def test_it_is_the_switch_that_keeps_it(tmp_path: Path) -> None:
     keep.assert_not_called()
 
 
-def test_where_it_is_not_kept_a_warning_says_why_and_once(tmp_path: Path) -> None:
+def test_where_it_is_not_kept_a_warning_says_why_and_once(tmp_path):
     state = {"s": {"w": torch.rand(COUNT)}}
     with ckptman.Checkpointer(tmp_path, state, keep_warm=True, deadline=None) as checkpointer, mounted("nfs4"):
         with pytest.warns(RuntimeWarning, match="not kept in the page cache: it is on NFS"):

@@ -1,12 +1,8 @@
 """Who writes what: every element once, evenly, whatever the ranks have in common and whatever they do not."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -28,12 +24,12 @@ Divided = list[list[Piece]]
 """The pieces of each rank."""
 
 
-def divided(boxes: Sequence[Held], ranks: int) -> Divided:
+def divided(boxes, ranks):
     """What each of the ranks writes of the boxes that it holds."""
     return [divide([each for each in boxes if rank in (each.box.holders or ())], rank) for rank in range(ranks)]
 
 
-def flaws(boxes: Sequence[Held], pieces: Divided) -> list[str]:
+def flaws(boxes, pieces):
     """What is not written exactly once."""
     found = []
     for number, each in enumerate(boxes):
@@ -60,7 +56,7 @@ def flaws(boxes: Sequence[Held], pieces: Divided) -> list[str]:
     return found
 
 
-def bytes_of(pieces: Sequence[Piece], boxes: Sequence[Held]) -> int:
+def bytes_of(pieces, boxes):
     item = {each.name: each.item_bytes for each in boxes}
     return sum(math.prod(piece.sizes) * item[piece.name] for piece in pieces)
 
@@ -77,7 +73,7 @@ holder_sets = st.sets(st.integers(0, RANKS - 1), min_size=1).map(lambda ranks: t
 
 
 @st.composite
-def held_boxes(draw: st.DrawFn) -> list[Held]:
+def held_boxes(draw):
     found = []
     some = draw(st.lists(holder_sets, min_size=1, max_size=3))
     for number in range(draw(st.integers(1, 12))):
@@ -92,7 +88,7 @@ def held_boxes(draw: st.DrawFn) -> list[Held]:
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(held_boxes())
-def test_every_element_is_written_once_and_shares_are_even(boxes: list[Held]) -> None:
+def test_every_element_is_written_once_and_shares_are_even(boxes):
     pieces = divided(boxes, RANKS)
     assert flaws(boxes, pieces) == []
     number_of = {each.name: number for number, each in enumerate(boxes)}
@@ -112,7 +108,7 @@ def test_every_element_is_written_once_and_shares_are_even(boxes: list[Held]) ->
 
 @pytest.mark.parametrize("replicas", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("width", [256, 768, 1024])
-def test_the_shares_of_a_transformer_are_even(replicas: int, width: int) -> None:
+def test_the_shares_of_a_transformer_are_even(replicas, width):
     everyone, boxes = tuple(range(replicas)), []
     shapes = {"embed": (32000, width), "head": (32000, width)}
     for layer in range(12):
@@ -126,14 +122,14 @@ def test_the_shares_of_a_transformer_are_even(replicas: int, width: int) -> None
     assert max(shares) <= 1.05 * sum(shares) / replicas
 
 
-def test_pieces_do_not_depend_on_the_order_in_which_boxes_come() -> None:
+def test_pieces_do_not_depend_on_the_order_in_which_boxes_come():
     boxes = [Held(f"t{i}", Box((0, 0), (100 + i, 4000), (0, 1, 2)), 4, i) for i in range(7)]
     for rank in range(3):
         forward, backward = divide(boxes, rank), divide(reversed(boxes), rank)
         assert forward == backward
 
 
-def test_many_more_holders_than_rows() -> None:
+def test_many_more_holders_than_rows():
     holders = tuple(range(64))
     boxes = [Held("few", Box((0, 0), (3, 2_000_000), holders), 4, 0)]
     pieces = divided(boxes, 64)
@@ -147,12 +143,12 @@ def test_many_more_holders_than_rows() -> None:
 class Line:
     """Stands for the channels of all ranks, each in a thread."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks):
         self.ranks, self.sent = ranks, Counter[str]()
-        self._box: list[Any] = [None] * ranks
+        self._box = [None] * ranks
         self._barrier = threading.Barrier(ranks, timeout=20)
 
-    def gather(self, rank: int, value: Any) -> list[Any]:
+    def gather(self, rank, value):
         self._box[rank] = value
         self.sent[type(value).__name__] += 1
         self._barrier.wait()
@@ -164,21 +160,21 @@ class Line:
 class End:
     """One rank's end of a line."""
 
-    def __init__(self, line: Line, rank: int) -> None:
+    def __init__(self, line, rank):
         self._line, self.rank, self.world_size = line, rank, line.ranks
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value):
         return self._line.gather(self.rank, value)
 
 
-def plans_of(states: Sequence[dict[str, Any]]) -> tuple[list[WritePlan | Exception], Line]:
+def plans_of(states):
     """The plans that ranks with these states agree on, and what was sent for it."""
     line = Line(len(states))
-    found: list[Any] = [None] * len(states)
+    found = [None] * len(states)
 
-    def run(rank: int) -> None:
+    def run(rank):
         try:
-            found[rank] = plan_save(snapshot(states[rank], rank), End(line, rank)).plan  # type: ignore[arg-type]
+            found[rank] = plan_save(snapshot(states[rank], rank), End(line, rank)).plan
         except Exception as error:
             found[rank] = error
 
@@ -190,7 +186,7 @@ def plans_of(states: Sequence[dict[str, Any]]) -> tuple[list[WritePlan | Excepti
     return found, line
 
 
-def writers(plans: Sequence[Any], name: str) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def writers(plans, name):
     """Who writes which box of a tensor."""
     return [
         (rank, piece.offsets, piece.sizes)
@@ -205,58 +201,58 @@ class Own:
 
     per_rank = True
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         self.rank = rank
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"seen": torch.full((3,), self.rank), "count": self.rank}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         raise NotImplementedError
 
 
-def module() -> nn.Module:
+def module():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(512, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 512))
 
 
-def test_ranks_that_are_alike_send_a_digest_and_share_the_parameters() -> None:
+def test_ranks_that_are_alike_send_a_digest_and_share_the_parameters():
     plans, line = plans_of([{"model": module(), "epoch": 3, "extra": {"x": torch.zeros(600_000)}} for _ in range(4)])
     assert line.sent == {"str": 4, "NoneType": 4}, "and that all have a plan"
-    assert len({plan.tensors for plan in plans}) == 1  # type: ignore[union-attr]
+    assert len({plan.tensors for plan in plans}) == 1
     for name, rows in (("model.0.weight", 1024), ("model.2.weight", 512)):
         written = writers(plans, name)
         assert sum(sizes[0] for _, _, sizes in written) == rows
         assert len({offsets for _, offsets, _ in written}) == len(written) > 1
-    shares = [sum(math.prod(p.sizes) for p in plan.pieces if p.name != "extra.x") for plan in plans]  # type: ignore[union-attr]
+    shares = [sum(math.prod(p.sizes) for p in plan.pieces if p.name != "extra.x") for plan in plans]
     assert max(shares) <= 1.2 * sum(shares) / 4
     # Ranks may differ in these: all of one comes from one rank.
     assert writers(plans, "extra.x") == [(0, (0,), (600_000,))]
     for buffer in ("running_mean", "running_var", "num_batches_tracked"):
         assert [rank for rank, _, _ in writers(plans, f"model.1.{buffer}")] == [0]
-    assert [plan.objects for plan in plans] == [("epoch",), (), (), ()]  # type: ignore[union-attr]
-    assert [bool(plan.units) for plan in plans] == [True, False, False, False]  # type: ignore[union-attr]
+    assert [plan.objects for plan in plans] == [("epoch",), (), (), ()]
+    assert [bool(plan.units) for plan in plans] == [True, False, False, False]
 
 
-def test_ranks_that_differ_send_one_table_of_each_kind() -> None:
-    def state(rank: int) -> dict[str, Any]:
+def test_ranks_that_differ_send_one_table_of_each_kind():
+    def state(rank):
         common = {"all": torch.zeros(5), "one": {"k": 1}}
         return {**common, "odd": torch.zeros(7), "odd value": 1} if rank % 2 else common | {"even": torch.zeros(3, 2)}
 
     plans, line = plans_of([state(rank) for rank in range(5)])
     assert line.sent == {"str": 5, "_Table": 2, "NoneType": 3 + 5}
-    names = [name for name, _, _ in plans[0].tensors]  # type: ignore[union-attr]
+    names = [name for name, _, _ in plans[0].tensors]
     assert names == sorted(names) == ["all", "even", "odd"]
-    assert all(plan.tensors == plans[0].tensors for plan in plans)  # type: ignore[union-attr]
+    assert all(plan.tensors == plans[0].tensors for plan in plans)
     assert writers(plans, "all") == [(0, (0,), (5,))]
     assert writers(plans, "even") == [(0, (0, 0), (3, 2))]
     assert writers(plans, "odd") == [(1, (0,), (7,))]
-    assert [plan.objects for plan in plans] == [("one.k",), ("odd value",), (), (), ()]  # type: ignore[union-attr]
-    assert all(set(plan.paths) == {"all", "even", "odd", "odd value", "one.k"} for plan in plans)  # type: ignore[union-attr]
+    assert [plan.objects for plan in plans] == [("one.k",), ("odd value",), (), (), ()]
+    assert all(set(plan.paths) == {"all", "even", "odd", "odd value", "one.k"} for plan in plans)
 
 
-def test_parameters_that_some_ranks_have_are_shared_among_these() -> None:
-    states: list[dict[str, Any]] = [{"model": module()} for _ in range(4)]
+def test_parameters_that_some_ranks_have_are_shared_among_these():
+    states = [{"model": module()} for _ in range(4)]
     for rank in (1, 3):
         states[rank]["second"] = nn.Linear(1024, 1024, bias=False)
     plans, _ = plans_of(states)
@@ -266,9 +262,9 @@ def test_parameters_that_some_ranks_have_are_shared_among_these() -> None:
     assert sum(sizes[0] for _, _, sizes in writers(plans, "model.0.weight")) == 1024
 
 
-def test_what_is_a_ranks_own_is_written_by_each_and_shared_by_none() -> None:
+def test_what_is_a_ranks_own_is_written_by_each_and_shared_by_none():
     plans, _ = plans_of([{"own": Own(rank), "shared": torch.ones(2)} for rank in range(3)])
-    assert [name for name, _, _ in plans[0].tensors] == ["shared"]  # type: ignore[union-attr]
+    assert [name for name, _, _ in plans[0].tensors] == ["shared"]
     for rank, plan in enumerate(plans):
         assert isinstance(plan, WritePlan)
         name = f"own.rank-{rank:05d}.seen"
@@ -281,7 +277,7 @@ def test_what_is_a_ranks_own_is_written_by_each_and_shared_by_none() -> None:
 
 
 @pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2, dtype=torch.int32)], ids=["shape", "dtype"])
-def test_one_name_for_two_things_is_refused_on_every_rank_alike(other: torch.Tensor) -> None:
+def test_one_name_for_two_things_is_refused_on_every_rank_alike(other):
     plans, _ = plans_of([{"x": torch.ones(2)}, {"x": torch.ones(2)}, {"x": other}])
     assert all(isinstance(plan, ConfigError) for plan in plans)
     assert len({str(plan) for plan in plans}) == 1
@@ -292,7 +288,7 @@ class Marked(torch.nn.Parameter):
     """A class of somebody's own: it is saved as torch.save does it, and not as bytes alone."""
 
 
-def layouts() -> list[Any]:
+def layouts():
     """What one tensor of eight numbers may be on this rank, of two: each needs a plan of its own."""
     mesh, other = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [1, 0])
     whole = torch.arange(8.0)
@@ -307,13 +303,13 @@ def layouts() -> list[Any]:
     ]
 
 
-def signatures() -> list[list[int]]:
+def signatures():
     rank = dist.get_rank()
     return [[signature_of(snapshot({"x": each}, rank, strict=False)) for each in layouts()] for _ in range(2)]
 
 
 @pytest.mark.slow
-def test_another_layout_is_another_plan() -> None:
+def test_another_layout_is_another_plan():
     for first, second in run_ranks(2, signatures):
         assert first == second, "the same state, the same plan"
         assert len(set(first)) == len(first)

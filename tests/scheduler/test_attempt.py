@@ -1,14 +1,11 @@
 """Chains of Slurm jobs: what each attempt does and decides, with a Slurm that only pretends and real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +22,7 @@ NOW = 1_000_000.0
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def fake(tmp_path, monkeypatch):
     found = FakeSlurm(tmp_path / "bin")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", found.environ["PATH"])
@@ -34,18 +31,18 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     return found
 
 
-def submitted(tmp_path: Path, fake: FakeSlurm, body: str, **wish: object) -> Chain:
+def submitted(tmp_path, fake, body, **wish):
     """A chain whose script is `body`, after its submission as job 101."""
     script = tmp_path / "train.sbatch"
     script.write_text(f"#!/bin/bash\n#SBATCH --time=5\n{body}\n")
-    [made] = prepare(Submission(script=script, **wish), None, {}, NOW)  # type: ignore[arg-type]
+    [made] = prepare(Submission(script=script, **wish), None, {}, NOW)
     submit_chain(made, fake.client(), NOW)
     return made.chain
 
 
-def attempt(chain: Chain, fake: FakeSlurm, number: int, now: float = NOW, **environ: str) -> tuple[int, list[str]]:
+def attempt(chain, fake, number, now=NOW, **environ):
     """Run job `number` of a chain, whose id is 100 and that number: the exit code and what was said."""
-    said: list[str] = []
+    said = []
     job = {"SLURM_JOB_ID": str(100 + number), "SLURM_JOB_NODELIST": "n1", **fake.environ, **environ}
     supervisor = Supervisor(
         chain,
@@ -60,7 +57,7 @@ def attempt(chain: Chain, fake: FakeSlurm, number: int, now: float = NOW, **envi
     return supervisor.run(), said
 
 
-def outcome(state: str, root: str = "", step: int = 0, reason: str = "it said so") -> str:
+def outcome(state, root="", step=0, reason="it said so"):
     """A line of a script that writes the outcome of its run."""
     facts = {"state": state, "step": step, "reason": reason, "exit_code": 0, "root": root}
     facts |= {"attempt": 1, "time_seconds": 0.0, "pid": 1, "host": "n1"}
@@ -70,7 +67,7 @@ def outcome(state: str, root: str = "", step: int = 0, reason: str = "it said so
 # ---- Submitting -----------------------------------------------------------------------------------------------------
 
 
-def test_a_submission(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_submission(tmp_path, fake):
     chain = submitted(tmp_path, fake, "true", arguments=("a b",), options=("--nodes=2",))
     [argv] = fake.argv("sbatch")
     assert argv == [
@@ -86,7 +83,7 @@ def test_a_submission(tmp_path: Path, fake: FakeSlurm) -> None:
     assert chain.spec.arguments == ("a b",)
 
 
-def test_what_sbatch_refuses_leaves_a_chain_that_has_stopped(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_what_sbatch_refuses_leaves_a_chain_that_has_stopped(tmp_path, fake):
     fake.plan("sbatch", (1, "", "sbatch: error: invalid account"))
     with pytest.raises(SchedulerError, match="invalid account"):
         submitted(tmp_path, fake, "true")
@@ -94,7 +91,7 @@ def test_what_sbatch_refuses_leaves_a_chain_that_has_stopped(tmp_path: Path, fak
     assert chain.state.state == "stopped"
 
 
-def test_upfront(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_upfront(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75", mode="upfront", upfront=3)
     assert [each[3:-2] for each in fake.argv("sbatch")] == [
         [],
@@ -105,9 +102,7 @@ def test_upfront(tmp_path: Path, fake: FakeSlurm) -> None:
     assert len(fake.argv("sbatch")) == 3
 
 
-def test_where_the_queue_takes_fewer_jobs_the_last_one_has_the_next_follow(
-    tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_the_queue_takes_fewer_jobs_the_last_one_has_the_next_follow(tmp_path, fake, capsys):
     full = (1, "", "sbatch: error: QOSMaxSubmitJobPerUserLimit")
     fake.plan("sbatch", (0, "101", ""), (0, "102", ""), full, (0, "103", ""))
     (tmp_path / "train.sbatch").write_text("#!/bin/bash\n#SBATCH --time=5\nexit 75\n")
@@ -123,7 +118,7 @@ def test_where_the_queue_takes_fewer_jobs_the_last_one_has_the_next_follow(
     assert len(chain.jobs()) == 3
 
 
-def test_the_same_script_twice_is_refused(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_the_same_script_twice_is_refused(tmp_path, fake):
     first = submitted(tmp_path, fake, "true")
     with pytest.raises(ExistsError, match="goes on already"):
         prepare(Submission(script=tmp_path / "train.sbatch"), None, {}, NOW)
@@ -133,7 +128,7 @@ def test_the_same_script_twice_is_refused(tmp_path: Path, fake: FakeSlurm) -> No
     prepare(Submission(script=tmp_path / "train.sbatch"), None, {}, NOW)
 
 
-def test_what_cannot_be_submitted(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_what_cannot_be_submitted(tmp_path, fake):
     with pytest.raises(NotFoundError, match="no batch script"):
         prepare(Submission(script=tmp_path / "none"), None, {}, NOW)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -153,7 +148,7 @@ def test_what_cannot_be_submitted(tmp_path: Path, fake: FakeSlurm) -> None:
 # ---- An attempt -----------------------------------------------------------------------------------------------------
 
 
-def test_an_attempt_submits_the_next_before_the_script_runs(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_an_attempt_submits_the_next_before_the_script_runs(tmp_path, fake):
     chain = submitted(tmp_path, fake, f'wc -l < "{fake.folder}/calls.jsonl" > seen; pwd >> seen; exit 75')
     code, said = attempt(chain, fake, 1, SLURM_RESTART_COUNT="0")
     assert code == 75
@@ -165,14 +160,14 @@ def test_an_attempt_submits_the_next_before_the_script_runs(tmp_path: Path, fake
     assert not fake.argv("scancel")
 
 
-def test_a_finished_run_takes_its_successor_out_of_the_queue(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_finished_run_takes_its_successor_out_of_the_queue(tmp_path, fake):
     chain = submitted(tmp_path, fake, outcome("finished"))
     assert attempt(chain, fake, 1)[0] == 0
     assert chain.state.state == "finished"
     assert fake.argv("scancel") == [["102"]]
 
 
-def test_a_successor_that_could_not_be_cancelled_leaves_at_once(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_successor_that_could_not_be_cancelled_leaves_at_once(tmp_path, fake):
     chain = submitted(tmp_path, fake, outcome("finished"))
     fake.plan("scancel", (1, "", "scancel: error: no permission"))
     attempt(chain, fake, 1)
@@ -182,7 +177,7 @@ def test_a_successor_that_could_not_be_cancelled_leaves_at_once(tmp_path: Path, 
     assert len(fake.argv("sbatch")) == 2
 
 
-def test_what_an_attempt_is_told(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_what_an_attempt_is_told(tmp_path, fake):
     body = 'echo "$CKPTMAN_ATTEMPT $CKPTMAN_OUTCOME $CKPTMAN_CHAIN $TORCH_ELASTIC_SHUTDOWN_TIMEOUT|$*" >> seen; exit 75'
     chain = submitted(tmp_path, fake, body, arguments=("--lr", "1 $(x)"), first_arguments=("--start-step", "0"))
     attempt(chain, fake, 1)
@@ -194,7 +189,7 @@ def test_what_an_attempt_is_told(tmp_path: Path, fake: FakeSlurm) -> None:
     ]
 
 
-def test_three_crashes_end_the_chain_with_the_reason(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_three_crashes_end_the_chain_with_the_reason(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 7")
     codes = [attempt(chain, fake, number)[0] for number in (1, 2, 3)]
     assert codes == [7, 7, 7]
@@ -206,7 +201,7 @@ def test_three_crashes_end_the_chain_with_the_reason(tmp_path: Path, fake: FakeS
     assert updates == ["StartTime=now+60", "StartTime=now+120"]
 
 
-def test_a_crash_after_a_commit_does_not_count(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_crash_after_a_commit_does_not_count(tmp_path, fake):
     chain = submitted(tmp_path, fake, f"{outcome('running', root=str(tmp_path / 'root'))}\nexit 7")
     for number in range(1, 6):
         commit(tmp_path / "root", 10 * number, time_seconds=NOW + number)
@@ -227,9 +222,7 @@ def test_a_crash_after_a_commit_does_not_count(tmp_path: Path, fake: FakeSlurm) 
         (None, "crashed", "killed, and nobody knows by whom: Slurm has forgotten the job"),
     ],
 )
-def test_how_an_attempt_ended_that_was_killed(
-    tmp_path: Path, fake: FakeSlurm, state: str | None, ending: str, reason: str
-) -> None:
+def test_how_an_attempt_ended_that_was_killed(tmp_path, fake, state, ending, reason):
     chain = submitted(tmp_path, fake, "exit 75")
     _begin_and_be_killed(chain, fake)
     fake.plan("squeue", (0, f"101|{state}|NonZeroExitCode||x\n" if state else "", ""))
@@ -238,12 +231,12 @@ def test_how_an_attempt_ended_that_was_killed(
     assert chain.ends()[2].ending == "stopped"
 
 
-def _begin_and_be_killed(chain: Chain, fake: FakeSlurm) -> None:
+def _begin_and_be_killed(chain, fake):
     job = {"SLURM_JOB_ID": "101", "SLURM_JOB_NODELIST": "n1", **fake.environ}
     assert Supervisor(chain, 1, job, fake.client(), ".", say=print, clock=lambda: NOW)._begin() is not None
 
 
-def test_a_requeued_job_keeps_its_successor(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_requeued_job_keeps_its_successor(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75")
     _begin_and_be_killed(chain, fake)
     fake.plan("squeue", (0, "102|PENDING|Dependency|afterany:101|x\n", ""))
@@ -253,14 +246,14 @@ def test_a_requeued_job_keeps_its_successor(tmp_path: Path, fake: FakeSlurm) -> 
     assert len(fake.argv("sbatch")) == 2
 
 
-def test_a_job_that_was_submitted_twice_by_mistake_leaves(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_job_that_was_submitted_twice_by_mistake_leaves(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75")
     code, said = attempt(chain, fake, 1, SLURM_JOB_ID="999")
     assert (code, chain.attempts()) == (0, [])
     assert "job 101 is job 1" in said[0]
 
 
-def test_a_full_queue_does_not_lose_the_chain(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_full_queue_does_not_lose_the_chain(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75")
     fake.plan("sbatch", (1, "", "sbatch: error: QOSMaxSubmitJobPerUserLimit"), (0, "102", ""))
     _, said = attempt(chain, fake, 1)
@@ -276,7 +269,7 @@ def test_a_full_queue_does_not_lose_the_chain(tmp_path: Path, fake: FakeSlurm) -
         ({"stall_limit": 2}, 0.0, "2 attempts in a row ended with no new checkpoint"),
     ],
 )
-def test_limits(tmp_path: Path, fake: FakeSlurm, wish: dict[str, object], later: float, why: str) -> None:
+def test_limits(tmp_path, fake, wish, later, why):
     chain = submitted(tmp_path, fake, "exit 75", **wish)
     attempt(chain, fake, 1)
     attempt(chain, fake, 2, now=NOW + later)
@@ -285,7 +278,7 @@ def test_limits(tmp_path: Path, fake: FakeSlurm, wish: dict[str, object], later:
 
 
 @pytest.mark.parametrize(("used", "state"), [(59.0, "active"), (60.0, "stopped")])
-def test_the_time_that_attempts_took(tmp_path: Path, fake: FakeSlurm, used: float, state: str) -> None:
+def test_the_time_that_attempts_took(tmp_path, fake, used, state):
     chain = submitted(tmp_path, fake, "exit 75", max_walltime_seconds=60.0)
     _begin_and_be_killed(chain, fake)
     fake.plan("squeue", (0, "101|TIMEOUT|None||x\n", ""))
@@ -295,7 +288,7 @@ def test_the_time_that_attempts_took(tmp_path: Path, fake: FakeSlurm, used: floa
     assert state == "active" or "no more were allowed" in chain.state.reason
 
 
-def test_a_job_is_requeued_where_sbatch_is_forbidden(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_job_is_requeued_where_sbatch_is_forbidden(tmp_path, fake):
     chain = submitted(tmp_path, fake, '[ "$CKPTMAN_ATTEMPT" = 2 ] && exit 0; exit 75', mode="requeue")
     assert "--requeue" in fake.argv("sbatch")[0]
     attempt(chain, fake, 1)
@@ -333,9 +326,7 @@ PYTHON = (
         ),
     ],
 )
-def test_signals_reach_whoever_understands_them(
-    tmp_path: Path, fake: FakeSlurm, body: str, sent: signal.Signals, seen: str, steps: bool
-) -> None:
+def test_signals_reach_whoever_understands_them(tmp_path, fake, body, sent, seen, steps):
     chain = submitted(tmp_path, fake, body)
     environ = {**os.environ, "SLURM_JOB_ID": "101", "SLURM_JOB_NODELIST": "n1"}
     command = [sys.executable, "-m", "ckptman.scheduler.attempt", str(chain.folder), "1", str(tmp_path)]
@@ -353,7 +344,7 @@ def test_signals_reach_whoever_understands_them(
     assert chain.ends()[1].ending == "stopped"
 
 
-def test_a_warning_before_the_run_listens_is_no_crash(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_warning_before_the_run_listens_is_no_crash(tmp_path, fake):
     chain = submitted(tmp_path, fake, f"{sys.executable} -S -c 'import os; os.kill(os.getpid(), 15)'; exit 143")
     supervisor = Supervisor(
         chain, 1, {"SLURM_JOB_ID": "101", **fake.environ}, fake.client(), str(tmp_path), say=print, clock=lambda: NOW
@@ -367,7 +358,7 @@ def test_a_warning_before_the_run_listens_is_no_crash(tmp_path: Path, fake: Fake
 # ---- Control --------------------------------------------------------------------------------------------------------
 
 
-def test_pause_and_resume(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_pause_and_resume(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75")
     attempt(chain, fake, 1)
     fake.plan("squeue", (0, "102|PENDING|Dependency||x\n", ""))
@@ -381,7 +372,7 @@ def test_pause_and_resume(tmp_path: Path, fake: FakeSlurm) -> None:
     assert chain.state.state == "active"
 
 
-def test_resume_after_crashes_counts_anew(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_resume_after_crashes_counts_anew(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 7")
     for number in (1, 2, 3):
         attempt(chain, fake, number)
@@ -392,7 +383,7 @@ def test_resume_after_crashes_counts_anew(tmp_path: Path, fake: FakeSlurm) -> No
     assert chain.state.state == "active"
 
 
-def test_cancel_takes_out_those_that_wait_before_those_that_run(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_cancel_takes_out_those_that_wait_before_those_that_run(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75")
     chain.put_job(JobRecord(number=2, job_id="102", time_seconds=NOW))
     fake.plan("squeue", (0, "101|RUNNING|None||x\n102|PENDING|Dependency||x\n", ""))
@@ -408,7 +399,7 @@ def test_cancel_takes_out_those_that_wait_before_those_that_run(tmp_path: Path, 
 # ---- The command line -----------------------------------------------------------------------------------------------
 
 
-def test_the_whole_way_by_the_command_line(tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_way_by_the_command_line(tmp_path, fake, capsys):
     script = tmp_path / "a name.sbatch"
     script.write_text("#!/bin/bash\necho 'ValueError: \x1b[31mno\x1b[0m' >&2; exit 7\n")
     assert main(["submit", "--dry-run", str(script)]) == 0
@@ -446,19 +437,19 @@ def test_the_whole_way_by_the_command_line(tmp_path: Path, fake: FakeSlurm, caps
         ["submit", "--scheduler", "local", "--requeue", "x"],
     ],
 )
-def test_wrong_usage(arguments: list[str], fake: FakeSlurm) -> None:
+def test_wrong_usage(arguments, fake):
     assert main(arguments) == 2
     assert not fake.calls
 
 
-def test_no_chain_here(tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_chain_here(tmp_path, fake, capsys):
     assert main(["chain", "show"]) == 3
     assert main(["chain", "cancel", "17"]) == 3
     assert main(["chain", "list"]) == 0
     assert "no chain was submitted" in capsys.readouterr().out
 
 
-def test_a_record_that_is_damaged_is_told(tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_that_is_damaged_is_told(tmp_path, fake, capsys):
     chain = submitted(tmp_path, fake, "true")
     (chain.folder / "state.json").write_text("{")
     assert main(["chain", "show"]) == 4

@@ -1,10 +1,7 @@
 """What an attempt leaves for the next: bad nodes, the time of the warning, pauses, lost checkpoints; and arrays."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -13,10 +10,9 @@ from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.outcome import OUTCOME_ENV, report_node, reported_nodes
 from ckptman.scheduler.attempt import ROOT_LOOKS
-from ckptman.scheduler.chain_record import Chain, EndRecord
+from ckptman.scheduler.chain_record import EndRecord
 from ckptman.scheduler.history import AVOIDED_SECONDS, avoided, restart_gaps, warned_too_late
 from tests.helpers.checkpoints import commit
-from tests.helpers.fake_slurm import FakeSlurm
 from tests.scheduler.test_attempt import NOW, attempt, fake, outcome, submitted
 
 __all__ = ["fake"]
@@ -27,20 +23,20 @@ DOWN = (
 )
 
 
-def ended(chain: Chain, number: int) -> EndRecord:
+def ended(chain, number):
     return chain.ends()[number]
 
 
-def last_submission(fake: FakeSlurm) -> list[str]:
+def last_submission(fake):
     return [each for each in fake.argv("sbatch") if "--test-only" not in each][-1]
 
 
-def asked_about_nodes(fake: FakeSlurm, attempts: int) -> None:
+def asked_about_nodes(fake, attempts):
     """Each attempt asks for the states and the names of its nodes, delays the next one, and has it leave out nodes."""
     fake.plan("scontrol", *[(0, DOWN, ""), (0, NODES, ""), (0, "", ""), (0, "", "")] * attempts)
 
 
-def test_a_node_that_slurm_says_is_down_is_left_out(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_node_that_slurm_says_is_down_is_left_out(tmp_path, fake):
     asked_about_nodes(fake, 3)
     tried = (0, "", "sbatch: Job 999 to start at 2026-11-22T10:00:00")
     fake.plan("sbatch", (0, "101", ""), (0, "102", ""), tried, tried, (0, "103", ""), tried, (0, "104", ""))
@@ -59,7 +55,7 @@ def test_a_node_that_slurm_says_is_down_is_left_out(tmp_path: Path, fake: FakeSl
     assert not [each for each in last_submission(fake) if each.startswith("--exclude=n9,n2")]
 
 
-def test_bad_nodes_are_left_out_for_a_day_with_what_was_last_known(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_bad_nodes_are_left_out_for_a_day_with_what_was_last_known(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 7")
     assert avoided(chain, 400.0) == {}
     for number, (seconds, nodes) in enumerate([(200.0, {"n2": "DOWN"}), (100.0, {"n1": "ECC", "n2": "silent"})], 1):
@@ -81,13 +77,13 @@ def test_bad_nodes_are_left_out_for_a_day_with_what_was_last_known(tmp_path: Pat
     assert avoided(chain, 200.0 + AVOIDED_SECONDS) == {}
 
 
-def test_an_attempt_that_stopped_asks_nobody(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_an_attempt_that_stopped_asks_nobody(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75")
     attempt(chain, fake, 1)
     assert not fake.argv("scontrol")
 
 
-def test_a_node_that_the_attempt_reports_is_left_out(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_node_that_the_attempt_reports_is_left_out(tmp_path, fake):
     fake.plan("scontrol", (0, NODES, ""))
     body = 'echo "ECC\nerrors" > "$CKPTMAN_OUTCOME.node-n2"; echo > "$CKPTMAN_OUTCOME.node-elsewhere"; exit 75'
     chain = submitted(tmp_path, fake, body)
@@ -97,7 +93,7 @@ def test_a_node_that_the_attempt_reports_is_left_out(tmp_path: Path, fake: FakeS
 
 
 @pytest.mark.slow
-def test_where_too_few_nodes_are_left_none_is_left_out(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_where_too_few_nodes_are_left_none_is_left_out(tmp_path, fake):
     asked_about_nodes(fake, 2)
     refused = (1, "", "sbatch: error: Batch job submission failed: Requested node configuration is not available")
     fake.plan("sbatch", (0, "101", ""), (0, "102", ""), refused, refused, (0, "103", ""), refused)
@@ -111,14 +107,14 @@ def test_where_too_few_nodes_are_left_none_is_left_out(tmp_path: Path, fake: Fak
     assert [each for each in fake.argv("sbatch")[4] if each.startswith("--exclude")] == ["--exclude=n9"]
 
 
-def test_where_most_nodes_are_bad_it_is_not_the_nodes(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_where_most_nodes_are_bad_it_is_not_the_nodes(tmp_path, fake):
     fake.plan("scontrol", (0, DOWN.replace("State=IDLE", "State=DOWN"), ""), (0, NODES, ""))
     chain = submitted(tmp_path, fake, "exit 7")
     attempt(chain, fake, 1, SLURM_JOB_NODELIST="n[1-2]")
     assert ended(chain, 1).bad_nodes == {}
 
 
-def test_a_file_of_nodes_to_leave_out_cannot_be_added_to(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_file_of_nodes_to_leave_out_cannot_be_added_to(tmp_path, fake):
     asked_about_nodes(fake, 1)
     chain = submitted(tmp_path, fake, "exit 7", options=("--exclude=/etc/bad-nodes",))
     _, said = attempt(chain, fake, 1, SLURM_JOB_NODELIST="n[1-2]")
@@ -126,7 +122,7 @@ def test_a_file_of_nodes_to_leave_out_cannot_be_added_to(tmp_path: Path, fake: F
     assert fake.argv("scontrol")[-1][-1] == "ExcNodeList=/etc/bad-nodes"
 
 
-def test_nodes_that_cannot_be_asked_about_stop_nothing(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_nodes_that_cannot_be_asked_about_stop_nothing(tmp_path, fake):
     fake.plan("scontrol", (1, "", "slurm_load_node error: Invalid node name specified"))
     chain = submitted(tmp_path, fake, "exit 7")
     attempt(chain, fake, 1)
@@ -134,7 +130,7 @@ def test_nodes_that_cannot_be_asked_about_stop_nothing(tmp_path: Path, fake: Fak
     assert "nodes not known" in (chain.folder / "events.jsonl").read_text()
 
 
-def test_reports_of_nodes(tmp_path: Path) -> None:
+def test_reports_of_nodes(tmp_path):
     path = tmp_path / "outcome-1.json"
     report_node("n1", "no chain", {})
     report_node("../n1", "a way out", {OUTCOME_ENV: str(path)})
@@ -151,7 +147,7 @@ def test_reports_of_nodes(tmp_path: Path) -> None:
 # ---- The warning ----------------------------------------------------------------------------------------------------
 
 
-def measured(root: Path, seconds: float) -> str:
+def measured(root, seconds):
     journal = Journal(journal_path(root))
     journal_path(root).parent.mkdir(parents=True, exist_ok=True)
     journal.record("save_durable", step=5, seconds=seconds)
@@ -159,7 +155,7 @@ def measured(root: Path, seconds: float) -> str:
     return str(root)
 
 
-def test_the_warning_is_as_early_as_the_measured_save_needs(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_the_warning_is_as_early_as_the_measured_save_needs(tmp_path, fake):
     root = measured(tmp_path / "root", 100.0)
     chain = submitted(tmp_path, fake, outcome("stopped", root) + "\nexit 75", options=("--time=2:00:00",))
     assert "--signal=B:USR2@180" in last_submission(fake)
@@ -169,13 +165,13 @@ def test_the_warning_is_as_early_as_the_measured_save_needs(tmp_path: Path, fake
 
 
 @pytest.mark.parametrize("options", [("--time=9",), ("--time=0",), ("--time=60", "--signal=USR1@30")])
-def test_where_no_warning_is_added(tmp_path: Path, fake: FakeSlurm, options: tuple[str, ...]) -> None:
+def test_where_no_warning_is_added(tmp_path, fake, options):
     submitted(tmp_path, fake, "true", options=options)
     assert not [each for each in last_submission(fake) if each.startswith("--signal=B")]
 
 
 @pytest.mark.parametrize(("own", "told"), [(60, True), (600, False)])
-def test_a_warning_of_ones_own_that_is_too_late_is_told(tmp_path: Path, fake: FakeSlurm, own: int, told: bool) -> None:
+def test_a_warning_of_ones_own_that_is_too_late_is_told(tmp_path, fake, own, told):
     root = measured(tmp_path / "root", 100.0)
     options = (f"--signal=B:USR2@{own}", "--time=60")
     chain = submitted(tmp_path, fake, outcome("stopped", root) + "\nexit 75", options=options)
@@ -187,12 +183,12 @@ def test_a_warning_of_ones_own_that_is_too_late_is_told(tmp_path: Path, fake: Fa
 # ---- The checkpoints, and the time ----------------------------------------------------------------------------------
 
 
-def stopped_under(root: Path, step: int = 5) -> str:
+def stopped_under(root, step=5):
     return outcome("stopped", str(root), step=step) + "\nexit 75"
 
 
 @pytest.mark.slow
-def test_a_root_that_was_deleted_ends_the_chain(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_root_that_was_deleted_ends_the_chain(tmp_path, fake):
     root = tmp_path / "root"
     chain = submitted(tmp_path, fake, stopped_under(root))
     commit(root, 5, time_seconds=NOW + 1)
@@ -217,7 +213,7 @@ def test_a_root_that_was_deleted_ends_the_chain(tmp_path: Path, fake: FakeSlurm)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("back", [True, False])
-def test_after_a_pause_the_checkpoints_are_looked_for_too(tmp_path: Path, fake: FakeSlurm, back: bool) -> None:
+def test_after_a_pause_the_checkpoints_are_looked_for_too(tmp_path, fake, back):
     root = tmp_path / "root"
     chain = submitted(tmp_path, fake, stopped_under(root))
     commit(root, 5, time_seconds=NOW + 1)
@@ -231,7 +227,7 @@ def test_after_a_pause_the_checkpoints_are_looked_for_too(tmp_path: Path, fake: 
     assert chain.state.state == ("active" if back else "stopped")
 
 
-def test_a_run_may_go_on_under_another_root(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_run_may_go_on_under_another_root(tmp_path, fake):
     first, second = tmp_path / "first", tmp_path / "second"
     body = f"""if [ $CKPTMAN_ATTEMPT = 1 ]; then
 {stopped_under(first)}
@@ -251,7 +247,7 @@ kill -9 $$"""
     assert [end.committed for end in chain.ends().values()] == [True, False, False, True]
 
 
-def test_where_the_time_went(tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_the_time_went(tmp_path, fake, capsys):
     root = tmp_path / "root"
     journal_path(root).parent.mkdir(parents=True)
     chain = submitted(tmp_path, fake, outcome("stopped", str(root)) + "\nexit 75")
@@ -275,7 +271,7 @@ def test_where_the_time_went(tmp_path: Path, fake: FakeSlurm, capsys: pytest.Cap
     assert [each.total for each in restart_gaps(chain)] == [39, None]
 
 
-def test_the_end_of_a_killed_attempt_is_what_slurm_says(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_the_end_of_a_killed_attempt_is_what_slurm_says(tmp_path, fake):
     from datetime import datetime
 
     chain = submitted(tmp_path, fake, "true")
@@ -286,7 +282,7 @@ def test_the_end_of_a_killed_attempt_is_what_slurm_says(tmp_path: Path, fake: Fa
     assert ended(chain, record).ended_seconds == NOW + 20
 
 
-def attempt_that_was_killed(chain: Chain) -> int:
+def attempt_that_was_killed(chain):
     from ckptman.scheduler.chain_record import AttemptRecord
 
     facts = {"number": 1, "job": 1, "job_id": "101", "restart": 0, "nodes": "n1", "host": "n1", "log": ""}
@@ -297,9 +293,7 @@ def attempt_that_was_killed(chain: Chain) -> int:
 # ---- Arrays ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_task_of_an_array_becomes_a_chain(
-    tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_task_of_an_array_becomes_a_chain(tmp_path, fake, capsys):
     script = tmp_path / "train.sbatch"
     script.write_text("#!/bin/bash\n#SBATCH --time=5 --array=1,3\ntrue\n")
     assert main(["submit", str(script)]) == 0
@@ -316,9 +310,7 @@ def test_each_task_of_an_array_becomes_a_chain(
     assert "goes on already" in capsys.readouterr().err
 
 
-def test_tasks_that_were_not_taken_are_named(
-    tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_that_were_not_taken_are_named(tmp_path, fake, capsys):
     script = tmp_path / "train.sbatch"
     script.write_text("#!/bin/bash\n#SBATCH --time=5 --array=1-4\ntrue\n")
     full = "sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed: Job violates limit"
@@ -334,7 +326,7 @@ def test_tasks_that_were_not_taken_are_named(
 
 
 @pytest.mark.slow
-def test_a_controller_that_is_away_does_not_end_the_chain(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_controller_that_is_away_does_not_end_the_chain(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75")
     attempt_that_was_killed(chain)
     fake.plan("squeue", (1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"))
@@ -343,7 +335,7 @@ def test_a_controller_that_is_away_does_not_end_the_chain(tmp_path: Path, fake: 
     assert [each.number for each in chain.jobs()] == [1, 2, 3]
 
 
-def test_a_job_that_begins_while_another_attempt_runs_leaves(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_a_job_that_begins_while_another_attempt_runs_leaves(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75")
     attempt_that_was_killed(chain)
     fake.plan("squeue", (0, "101|RUNNING|None|N/A|x\n", ""))
@@ -355,7 +347,7 @@ def test_a_job_that_begins_while_another_attempt_runs_leaves(tmp_path: Path, fak
 
 
 @pytest.mark.slow
-def test_where_to_start_is_said_until_something_was_committed(tmp_path: Path, fake: FakeSlurm) -> None:
+def test_where_to_start_is_said_until_something_was_committed(tmp_path, fake):
     root = tmp_path / "root"
     body = f'echo "$@" >> given\n{outcome("running", str(root))}\nexit 7'
     chain = submitted(tmp_path, fake, body, first_arguments=("--from=/elsewhere",))

@@ -1,7 +1,5 @@
 """Chains: the decisions with a scheduler that only pretends, the processes and signals with real ones."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -12,7 +10,7 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,7 +18,7 @@ import pytest
 
 from ckptman import ExistsError, RootError, SchedulerError
 from ckptman.format.manifest import Nonfinite
-from ckptman.runtime.outcome import Outcome, State, write_outcome
+from ckptman.runtime.outcome import Outcome, write_outcome
 from ckptman.scheduler import local
 from ckptman.scheduler.chain import new_chain_dir, newest_sequence, spoilt_text
 from ckptman.scheduler.local import LocalScheduler, run_chain
@@ -31,21 +29,21 @@ from tests.helpers.checkpoints import commit
 # ---- Decisions ------------------------------------------------------------------------------------------------------
 
 
-def outcome(state: State, reason: str = "", root: str = "/root-of-a-run") -> Outcome:
+def outcome(state, reason="", root="/root-of-a-run"):
     return Outcome(state, 10, reason, 0, root, 1, 0.0, 1, "n1")
 
 
 class Pretended:
     """Ends each attempt as planned: with an exit code and, if there is one, an outcome or the bytes of one."""
 
-    def __init__(self, *plan: tuple[int, Outcome | bytes | None], stop_after: int | None = None) -> None:
+    def __init__(self, *plan, stop_after=None):
         self.plan, self.stop_after = plan, stop_after
-        self.seen: list[Mapping[str, str]] = []
+        self.seen = []
 
-    def stop_asked(self) -> signal.Signals | None:
+    def stop_asked(self):
         return signal.SIGTERM if self.stop_after is not None and len(self.seen) >= self.stop_after else None
 
-    def run_attempt(self, command: Sequence[str], env: Mapping[str, str]) -> int:
+    def run_attempt(self, command, env):
         returncode, wrote = self.plan[len(self.seen)]
         self.seen.append(dict(env))
         path = Path(env["CKPTMAN_OUTCOME"])
@@ -59,18 +57,11 @@ class Pretended:
 class Told(list[str]):
     """What a chain says."""
 
-    def __call__(self, text: str) -> None:
+    def __call__(self, text):
         self.append(text)
 
 
-def chain(
-    tmp_path: Path,
-    *plan: tuple[int, Outcome | bytes | None],
-    stop_after: int | None = None,
-    progress: Callable[[str], int] = lambda root: 0,
-    crash_limit: int = 3,
-    max_attempts: int | None = None,
-) -> tuple[int, list[str], int]:
+def chain(tmp_path, *plan, stop_after=None, progress=lambda root: 0, crash_limit=3, max_attempts=None):
     """Exit code, what was said, and the number of attempts."""
     scheduler, told = Pretended(*plan, stop_after=stop_after), Told()
     with pretending(scheduler) as patch:
@@ -81,18 +72,18 @@ def chain(
 
 
 @contextlib.contextmanager
-def pretending(scheduler: Pretended) -> Iterator[pytest.MonkeyPatch]:
+def pretending(scheduler):
     """Have chains run on it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "LocalScheduler", lambda say, signals: scheduler)
         yield patch
 
 
-def test_zero_ends_it(tmp_path: Path) -> None:
+def test_zero_ends_it(tmp_path):
     assert chain(tmp_path, (0, None)) == (0, ["attempt 1 finished: exit code 0"], 1)
 
 
-def test_again_and_crashes_start_the_next(tmp_path: Path) -> None:
+def test_again_and_crashes_start_the_next(tmp_path):
     code, told, attempts = chain(tmp_path, (75, None), (1, None), (-9, None), (0, None))
     assert (code, attempts) == (0, 4)
     assert told[0] == "attempt 1 stopped: exit code 75"
@@ -115,21 +106,21 @@ def test_again_and_crashes_start_the_next(tmp_path: Path) -> None:
         (137, None, "attempt 1 crashed: exit code 137"),
     ],
 )
-def test_the_outcome_wins_over_the_exit_code(tmp_path: Path, returncode: int, wrote: Outcome | None, said: str) -> None:
+def test_the_outcome_wins_over_the_exit_code(tmp_path, returncode, wrote, said):
     code, told, attempts = chain(tmp_path, (returncode, wrote), (0, None))
     said = said.replace("SIGRTMIN+6", "signal 40")
     assert told[0].startswith(said)
     assert (code, attempts) == (0, 1 if "finished" in told[0] else 2)
 
 
-def test_an_outcome_that_cannot_be_read_is_told_and_passed_over(tmp_path: Path) -> None:
+def test_an_outcome_that_cannot_be_read_is_told_and_passed_over(tmp_path):
     code, told, _ = chain(tmp_path, (75, b"{"), (0, None))
     assert code == 0
     assert "not an outcome" in told[0]
     assert told[1] == "attempt 1 stopped: exit code 75"
 
 
-def test_a_crash_loop_ends_after_three_attempts_with_the_reason(tmp_path: Path) -> None:
+def test_a_crash_loop_ends_after_three_attempts_with_the_reason(tmp_path):
     with pytest.raises(
         SchedulerError, match=r"3 attempts in a row crashed with no new checkpoint.*exit code 7"
     ) as error:
@@ -138,17 +129,17 @@ def test_a_crash_loop_ends_after_three_attempts_with_the_reason(tmp_path: Path) 
     assert "Remove the cause" in str(error.value)
 
 
-def test_a_crash_that_committed_something_does_not_count(tmp_path: Path) -> None:
+def test_a_crash_that_committed_something_does_not_count(tmp_path):
     crash = (1, outcome("running"))
     newest = iter([1, 2, 2, 3, 3, 3, 3])
     with pytest.raises(SchedulerError, match="attempt 7"):
         chain(tmp_path, *[crash] * 7, progress=lambda root: next(newest))
 
 
-def test_progress_is_asked_for_the_root_that_the_run_named(tmp_path: Path) -> None:
-    asked: list[str] = []
+def test_progress_is_asked_for_the_root_that_the_run_named(tmp_path):
+    asked = []
 
-    def progress(root: str) -> int:
+    def progress(root):
         asked.append(root)
         return len(asked)
 
@@ -156,8 +147,8 @@ def test_progress_is_asked_for_the_root_that_the_run_named(tmp_path: Path) -> No
     assert asked == ["/a", "/a", "/a"]
 
 
-def test_no_attempt_starts_over_where_the_checkpoints_are_gone(tmp_path: Path) -> None:
-    def progress(root: str) -> int:
+def test_no_attempt_starts_over_where_the_checkpoints_are_gone(tmp_path):
+    def progress(root):
         return next(found)
 
     stopped = (75, outcome("stopped", root="/a"))
@@ -168,8 +159,8 @@ def test_no_attempt_starts_over_where_the_checkpoints_are_gone(tmp_path: Path) -
     assert chain(tmp_path / "again", stopped, (0, outcome("finished", root="/a")), progress=progress)[0] == 0
 
 
-def test_a_root_that_cannot_be_read_is_no_progress(tmp_path: Path) -> None:
-    def progress(root: str) -> int:
+def test_a_root_that_cannot_be_read_is_no_progress(tmp_path):
+    def progress(root):
         raise RootError(5, "the checkpoint root cannot be read")
 
     crash = (1, outcome("running"))
@@ -177,7 +168,7 @@ def test_a_root_that_cannot_be_read_is_no_progress(tmp_path: Path) -> None:
         chain(tmp_path, crash, crash, crash, progress=progress)
 
 
-def test_max_attempts(tmp_path: Path) -> None:
+def test_max_attempts(tmp_path):
     code, told, attempts = chain(tmp_path, (75, None), (75, None), max_attempts=2)
     assert (code, attempts) == (75, 2)
     assert "no more than 2 attempts" in told[-1]
@@ -186,21 +177,21 @@ def test_max_attempts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("returncode", [75, 1, -15])
-def test_a_stop_ends_the_chain_with_75(tmp_path: Path, returncode: int) -> None:
+def test_a_stop_ends_the_chain_with_75(tmp_path, returncode):
     code, told, attempts = chain(tmp_path, (75, None), (returncode, None), stop_after=2, crash_limit=1)
     assert (code, attempts) == (75, 2)
     assert "SIGTERM asked for it" in told[-1]
 
 
-def test_finished_is_finished_even_if_a_stop_was_asked(tmp_path: Path) -> None:
+def test_finished_is_finished_even_if_a_stop_was_asked(tmp_path):
     assert chain(tmp_path, (0, None), stop_after=1)[0] == 0
 
 
-def test_a_stop_before_the_first_attempt(tmp_path: Path) -> None:
+def test_a_stop_before_the_first_attempt(tmp_path):
     assert chain(tmp_path, stop_after=0)[::2] == (75, 0)
 
 
-def test_what_an_attempt_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_attempt_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scheduler = Pretended((75, None), (0, None))
     environ = {"PATH": "/bin", "CKPTMAN_ATTEMPT": "9", "CKPTMAN_OUTCOME": "/elsewhere"}
@@ -214,27 +205,27 @@ def test_what_an_attempt_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_the_folder_of_an_earlier_chain_is_refused(tmp_path: Path) -> None:
+def test_the_folder_of_an_earlier_chain_is_refused(tmp_path):
     chain(tmp_path, (0, outcome("finished")))
     with pytest.raises(ExistsError, match="earlier chain"):
         chain(tmp_path, (0, None))
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
-    def say(text: str) -> None:
+def test_nobody_listens(tmp_path):
+    def say(text):
         raise OSError(5, "Input/output error")
 
     with pretending(Pretended((75, None), (0, None))):
         assert run_chain(["train"], tmp_path, say) == 0
 
 
-def test_the_name_of_a_new_chain_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_new_chain_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     now = time.mktime((2026, 11, 21, 15, 3, 0, 5, 325, -1))
     assert new_chain_dir(now) == tmp_path / "ckptman-chains" / f"20261121-150300-{os.getpid()}"
 
 
-def test_only_checkpoints_of_this_chain_are_progress(tmp_path: Path) -> None:
+def test_only_checkpoints_of_this_chain_are_progress(tmp_path):
     root = tmp_path / "root"
     assert newest_sequence(str(root)) == 0
     commit(root, 10, time_seconds=1000.0)
@@ -247,14 +238,14 @@ def test_only_checkpoints_of_this_chain_are_progress(tmp_path: Path) -> None:
     assert newest_sequence(str(root), since_seconds=1500.0) == 2
 
 
-def test_a_crash_loop_over_old_checkpoints_ends_after_three_attempts_too(tmp_path: Path) -> None:
+def test_a_crash_loop_over_old_checkpoints_ends_after_three_attempts_too(tmp_path):
     commit(tmp_path / "root", 10, time_seconds=time.time() - 60)
     crash = (1, outcome("running", root=str(tmp_path / "root")))
     with pretending(Pretended(crash, crash, crash)), pytest.raises(SchedulerError, match="3 attempts in a row"):
         run_chain(["train"], tmp_path / "chain", Told())
 
 
-def test_checkpoints_that_are_not_finite_are_no_progress_and_the_chain_says_so(tmp_path: Path) -> None:
+def test_checkpoints_that_are_not_finite_are_no_progress_and_the_chain_says_so(tmp_path):
     root, nan = tmp_path / "root", Nonfinite(tensors=("model.weight",))
     assert (newest_sequence(str(root)), spoilt_text(str(root))) == (0, "")
     commit(root, 10, nonfinite=nan)
@@ -312,7 +303,7 @@ def pause():
 class Chain:
     """A chain in a process of its own. Its output ends when the last process that it started is gone."""
 
-    def __init__(self, tmp_path: Path, job: str | None, *command: str, grace_seconds: float = 30.0) -> None:
+    def __init__(self, tmp_path, job, *command, grace_seconds=30.0):
         if job is not None:
             head = f"HEAD = {JOB_HEAD!r}\n{JOB_HEAD}"
             (tmp_path / "job.py").write_text(head + textwrap.dedent(job))
@@ -320,10 +311,10 @@ class Chain:
         driver = [sys.executable, "-c", DRIVER, str(tmp_path / "chain"), str(grace_seconds), *command]
         self.process = subprocess.Popen(driver, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
         assert self.process.stdout is not None
-        self._lines: Iterator[str] = iter(self.process.stdout)
-        self.heard: list[str] = []
+        self._lines = iter(self.process.stdout)
+        self.heard = []
 
-    def hears(self, start: str) -> str:
+    def hears(self, start):
         """The next line that starts so."""
         for line in self._lines:
             self.heard.append(line.rstrip())
@@ -331,19 +322,19 @@ class Chain:
                 return line.rstrip()
         raise AssertionError(f"{start!r} never came: {self.heard}")
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number):
         self.process.send_signal(number)
 
-    def ends(self) -> int:
+    def ends(self):
         self.heard += [line.rstrip() for line in self._lines]
         return self.process.wait()
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Chain]]:
-    chains: list[Chain] = []
+def start(tmp_path):
+    chains = []
 
-    def begin(job: str | None, *command: str, grace_seconds: float = 30.0) -> Chain:
+    def begin(job, *command, grace_seconds=30.0):
         chains.append(Chain(tmp_path, job, *command, grace_seconds=grace_seconds))
         return chains[-1]
 
@@ -359,7 +350,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Chain]]:
         assert not left, "processes of the chain survived it"
 
 
-def _environment(process: psutil.Process) -> str:
+def _environment(process):
     try:
         return process.environ().get("CKPTMAN_OUTCOME", "")
     except psutil.Error:
@@ -369,7 +360,7 @@ def _environment(process: psutil.Process) -> str:
 Start = Callable[..., Chain]
 
 
-def test_a_real_chain_until_it_is_finished(start: Start) -> None:
+def test_a_real_chain_until_it_is_finished(start):
     chain = start("""
         tell("attempt", attempt, os.environ["CKPTMAN_OUTCOME"].rsplit("/", 1)[1], sys.stdin.read() == "")
         if attempt == 2:
@@ -384,7 +375,7 @@ def test_a_real_chain_until_it_is_finished(start: Start) -> None:
     assert any(line.startswith("chain: attempt 2 crashed: killed by SIGKILL") for line in chain.heard)
 
 
-def test_a_real_crash_loop(start: Start) -> None:
+def test_a_real_crash_loop(start):
     chain = start("tell('attempt', attempt)\nsys.exit(3)")
     assert chain.ends() == 8
     assert sum(line.startswith("attempt") for line in chain.heard) == 3
@@ -400,9 +391,7 @@ def test_a_real_crash_loop(start: Start) -> None:
         ("exit 0\n", 0o755, "first line such as #!/bin/bash"),
     ],
 )
-def test_a_command_that_cannot_be_started_is_an_error_at_once(
-    tmp_path: Path, start: Start, content: str | None, mode: int, remedy: str
-) -> None:
+def test_a_command_that_cannot_be_started_is_an_error_at_once(tmp_path, start, content, mode, remedy):
     program = tmp_path / "train"
     if content is not None:
         program.write_text(content)
@@ -415,7 +404,7 @@ def test_a_command_that_cannot_be_started_is_an_error_at_once(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_stop_goes_to_the_command_alone_and_ends_the_chain(start: Start, number: signal.Signals) -> None:
+def test_a_stop_goes_to_the_command_alone_and_ends_the_chain(start, number):
     # The helper, as a data loader would, shares the group of the command: it must not get the signal.
     chain = start(f"""
         def leave():
@@ -438,7 +427,7 @@ def test_a_stop_goes_to_the_command_alone_and_ends_the_chain(start: Start, numbe
     ]
 
 
-def test_a_run_that_finishes_although_it_was_asked_to_stop(start: Start) -> None:
+def test_a_run_that_finishes_although_it_was_asked_to_stop(start):
     chain = start("on('SIGTERM', lambda: sys.exit(0)); tell('ready'); pause()")
     chain.hears("ready")
     chain.signal(signal.SIGTERM)
@@ -446,9 +435,7 @@ def test_a_run_that_finishes_although_it_was_asked_to_stop(start: Start) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_a_warning_reaches_a_command_that_handles_it_and_the_chain_goes_on(
-    start: Start, number: signal.Signals
-) -> None:
+def test_a_warning_reaches_a_command_that_handles_it_and_the_chain_goes_on(start, number):
     chain = start(f"""
         if attempt == 2:
             sys.exit(0)
@@ -464,7 +451,7 @@ def test_a_warning_reaches_a_command_that_handles_it_and_the_chain_goes_on(
     assert "got SIGTERM" not in chain.heard
 
 
-def test_a_warning_that_would_kill_the_command_becomes_a_stop(start: Start) -> None:
+def test_a_warning_that_would_kill_the_command_becomes_a_stop(start):
     # As torchrun does: SIGTERM is handled, SIGUSR1 would kill it and leave its workers behind.
     chain = start("""
         if attempt == 2:
@@ -480,7 +467,7 @@ def test_a_warning_that_would_kill_the_command_becomes_a_stop(start: Start) -> N
     assert any("SIGUSR1: passed on as SIGTERM" in line for line in chain.heard)
 
 
-def test_a_warning_that_the_command_ignores_stays_ignored(start: Start) -> None:
+def test_a_warning_that_the_command_ignores_stays_ignored(start):
     chain = start("""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         on("SIGTERM", lambda: (tell("got SIGTERM"), sys.exit(0)))
@@ -495,7 +482,7 @@ def test_a_warning_that_the_command_ignores_stays_ignored(start: Start) -> None:
     assert chain.heard.count("got SIGTERM") == 1
 
 
-def test_the_second_stop_kills_every_process_at_once(start: Start) -> None:
+def test_the_second_stop_kills_every_process_at_once(start):
     # The worker is in a session of its own, as torchrun's are.
     chain = start("""
         worker = start("on('SIGTERM', lambda: tell('worker got it')); tell('worker ready'); pause()",
@@ -513,7 +500,7 @@ def test_the_second_stop_kills_every_process_at_once(start: Start) -> None:
     assert any("killed by SIGKILL" in line for line in chain.heard)
 
 
-def test_what_an_attempt_leaves_behind_may_save_and_is_gone_before_the_next(start: Start) -> None:
+def test_what_an_attempt_leaves_behind_may_save_and_is_gone_before_the_next(start):
     # kill -9 of a launcher: its workers, in sessions of their own, run on.
     chain = start("""
         if attempt == 2:
@@ -532,7 +519,7 @@ def test_what_an_attempt_leaves_behind_may_save_and_is_gone_before_the_next(star
     assert chain.heard.index("second attempt") > max(chain.heard.index("w0 saved"), chain.heard.index("w1 saved"))
 
 
-def test_what_ignores_the_stop_is_killed_after_the_grace_time(start: Start) -> None:
+def test_what_ignores_the_stop_is_killed_after_the_grace_time(start):
     chain = start(
         """
         if attempt == 1:
@@ -547,7 +534,7 @@ def test_what_ignores_the_stop_is_killed_after_the_grace_time(start: Start) -> N
     assert chain.ends() == 0, chain.heard
 
 
-def test_a_second_stop_cuts_the_grace_time_short(start: Start) -> None:
+def test_a_second_stop_cuts_the_grace_time_short(start):
     chain = start(
         """
         deaf = "signal.signal(signal.SIGTERM, lambda *_: tell('deaf')); tell('ready'); pause()"
@@ -564,7 +551,7 @@ def test_a_second_stop_cuts_the_grace_time_short(start: Start) -> None:
     assert chain.ends() == 75
 
 
-def test_a_member_that_hides_its_environment_is_known_from_before() -> None:
+def test_a_member_that_hides_its_environment_is_known_from_before():
     # A process that sets its title overwrites its environment; here it never had one, and its parent dies first.
     hidden = "import os, signal; os.write(1, b'ready\\n'); signal.pause()"
     parent = (
@@ -594,7 +581,7 @@ def test_a_member_that_hides_its_environment_is_known_from_before() -> None:
         assert leader.stdout.read() == b""
 
 
-def test_a_chain_inside_a_chain_belongs_to_both(tmp_path: Path) -> None:
+def test_a_chain_inside_a_chain_belongs_to_both(tmp_path):
     script = f"import os; print(os.environ['{ATTEMPT_ID_ENV}'], file=open('{tmp_path}/id', 'w'))"
     with SignalQueue() as signals:
         scheduler = LocalScheduler(Told(), signals)
@@ -604,7 +591,7 @@ def test_a_chain_inside_a_chain_belongs_to_both(tmp_path: Path) -> None:
     assert len(inner) == 32
 
 
-def test_handlers_and_the_wakeup_pipe_are_given_back() -> None:
+def test_handlers_and_the_wakeup_pipe_are_given_back():
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
     before = [signal.getsignal(number) for number in numbers]
     open_files = set(Path("/proc/self/fd").iterdir())
@@ -622,7 +609,7 @@ def test_handlers_and_the_wakeup_pipe_are_given_back() -> None:
         assert LocalScheduler(Told(), signals).stop_asked() is None
 
 
-def test_nothing_heavy_is_imported() -> None:
+def test_nothing_heavy_is_imported():
     code = (
         "import sys, json, ckptman.scheduler.chain, ckptman.scheduler.local, ckptman.runtime.journal, "
         "ckptman.runtime.signals, ckptman.runtime.deadline; print(json.dumps(sorted(sys.modules)))"

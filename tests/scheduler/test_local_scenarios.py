@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -30,23 +29,23 @@ Act = Callable[[psutil.Process, int], None]
 """Done to the process of a chain and to the run of its newest attempt, whose id it is given."""
 
 
-def warn(chain: psutil.Process, run: int) -> None:
+def warn(chain, run):
     chain.send_signal(signal.SIGUSR2)
 
 
-def end(chain: psutil.Process, run: int) -> None:
+def end(chain, run):
     chain.send_signal(signal.SIGTERM)
 
 
-def tell_the_run(chain: psutil.Process, run: int) -> None:
+def tell_the_run(chain, run):
     os.kill(run, signal.SIGTERM)
 
 
-def kill_the_run(chain: psutil.Process, run: int) -> None:
+def kill_the_run(chain, run):
     os.kill(run, signal.SIGKILL)
 
 
-def kill_the_launcher(chain: psutil.Process, run: int) -> None:
+def kill_the_launcher(chain, run):
     chain.children()[0].kill()
 
 
@@ -73,13 +72,13 @@ SCENARIOS = {
 }
 
 
-def submit(folder: Path, command: str) -> subprocess.Popen[bytes]:
+def submit(folder, command):
     chain = f"exec {sys.executable} -m ckptman submit --scheduler local -- {command}"
     with (folder / "out").open("ab") as out:
         return subprocess.Popen(["sh", "-c", chain], cwd=folder, stdout=out, stderr=subprocess.STDOUT)
 
 
-def wait(path: Path, chain: subprocess.Popen[bytes]) -> None:
+def wait(path, chain):
     deadline = time.monotonic() + WAIT_SECONDS
     while not path.exists():
         assert chain.poll() is None, (path.parents[1] / "out").read_text()
@@ -87,7 +86,7 @@ def wait(path: Path, chain: subprocess.Popen[bytes]) -> None:
         time.sleep(0.01)
 
 
-def end_all(folder: Path) -> None:
+def end_all(folder):
     """What a failed test left behind."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -96,7 +95,7 @@ def end_all(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_list(tmp_path: Path, name: str) -> None:
+def test_the_list(tmp_path, name):
     acts, endings, lost, launcher = SCENARIOS[name]
     places = [5 + 2 * number for number in range(len(acts))]
     command = f"{launcher} {counting(tmp_path, STEPS, places)}"

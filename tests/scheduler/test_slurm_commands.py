@@ -1,7 +1,5 @@
 """What is asked of Slurm and how its answers are understood: with executables that pretend."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -18,14 +16,14 @@ DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failu
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> FakeSlurm:
+def fake(tmp_path):
     return FakeSlurm(tmp_path / "bin")
 
 
 # ---- Batch scripts --------------------------------------------------------------------------------------------------
 
 
-def test_directives_end_at_the_first_command() -> None:
+def test_directives_end_at_the_first_command():
     script = parse(
         "#!/bin/bash -l\n# words\n#SBATCH --time=1:00:00 -N 2\n\n#SBATCH -J 'a name'  # why\n#SBATCH --requeue\n"
         "#SBATCH --signal B:USR2@90\nset -e\n#SBATCH --nodes=9\n",
@@ -43,17 +41,17 @@ def test_directives_end_at_the_first_command() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "echo hello\n", "#!\n", "\n#!/bin/bash\n"])
-def test_a_script_without_an_interpreter_is_refused(text: str) -> None:
+def test_a_script_without_an_interpreter_is_refused(text):
     with pytest.raises(ConfigError, match="first line"):
         parse(text, "train.sbatch")
 
 
-def test_a_directive_that_cannot_be_read_is_refused() -> None:
+def test_a_directive_that_cannot_be_read_is_refused():
     with pytest.raises(ConfigError, match="No closing quotation"):
         parse("#!/bin/bash\n#SBATCH --comment='open\n", "train.sbatch")
 
 
-def test_options_in_all_their_spellings() -> None:
+def test_options_in_all_their_spellings():
     assert read_options(["-t10", "-t", "20", "--time", "30", "--exclusive", "--array=0-3", "word"]) == {
         "--time": "30",
         "--exclusive": "",
@@ -61,7 +59,7 @@ def test_options_in_all_their_spellings() -> None:
     }
 
 
-def test_the_batch_file_holds_the_directives_and_quotes_what_it_names() -> None:
+def test_the_batch_file_holds_the_directives_and_quotes_what_it_names():
     script = parse("#!/bin/bash\n#SBATCH --time=5\necho\n", "s")
     lines = batch_file(script, "s", "/opt/a python", "/a/$(touch x)/'chain'").splitlines()
     assert lines[:2] == ["#!/bin/bash", "#SBATCH --time=5"]
@@ -72,13 +70,13 @@ def test_the_batch_file_holds_the_directives_and_quotes_what_it_names() -> None:
 
 
 @pytest.mark.parametrize("out", ["17\n", "17;cluster\n", "a word of the site\n17\n"])
-def test_the_id_of_a_job(fake: FakeSlurm, out: str) -> None:
+def test_the_id_of_a_job(fake, out):
     fake.plan("sbatch", (0, out, ""))
     assert fake.client().submit(Path("/c/batch.sh"), 2, ["--nodes=2"]) == "17"
     assert fake.argv("sbatch") == [["--parsable", "--nodes=2", "/c/batch.sh", "2"]]
 
 
-def test_nothing_passes_through_a_shell(fake: FakeSlurm, tmp_path: Path) -> None:
+def test_nothing_passes_through_a_shell(fake, tmp_path):
     fake.plan("sbatch", (0, "1", ""))
     evil = f"--job-name=a b;'\"%j\n$(touch {tmp_path}/here) `touch {tmp_path}/here`"
     fake.client().submit(tmp_path / "a $(touch here);b" / "batch.sh", 1, [evil])
@@ -86,7 +84,7 @@ def test_nothing_passes_through_a_shell(fake: FakeSlurm, tmp_path: Path) -> None
     assert not (tmp_path / "here").exists()
 
 
-def test_a_refusal_has_the_words_of_sbatch_and_the_command(fake: FakeSlurm) -> None:
+def test_a_refusal_has_the_words_of_sbatch_and_the_command(fake):
     fake.plan("sbatch", (1, "", "sbatch: error: invalid partition specified: gpu"))
     with pytest.raises(
         SchedulerError, match=r"invalid partition specified: gpu.*sbatch --parsable '--comment=a b'"
@@ -96,7 +94,7 @@ def test_a_refusal_has_the_words_of_sbatch_and_the_command(fake: FakeSlurm) -> N
     assert len(fake.calls) == 1
 
 
-def test_no_id_is_an_error(fake: FakeSlurm) -> None:
+def test_no_id_is_an_error(fake):
     fake.plan("sbatch", (0, "Submitted\n", ""))
     with pytest.raises(SchedulerError, match="no job id"):
         fake.client().submit(Path("/c/batch.sh"), 1, [])
@@ -111,14 +109,14 @@ def test_no_id_is_an_error(fake: FakeSlurm) -> None:
         "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit)",
     ],
 )
-def test_a_full_queue_is_told_apart(fake: FakeSlurm, said: str) -> None:
+def test_a_full_queue_is_told_apart(fake, said):
     fake.plan("sbatch", (1, "", said))
     with pytest.raises(QueueFullError):
         fake.client().submit(Path("/c/batch.sh"), 1, [])
     assert len(fake.calls) == 1
 
 
-def test_a_lost_answer_is_never_submitted_twice(fake: FakeSlurm) -> None:
+def test_a_lost_answer_is_never_submitted_twice(fake):
     fake.plan("sbatch", (1, "", TIMED_OUT), (0, "99", ""))
     rows = "7|PENDING|Dependency|afterany:6|/c/batch.sh 3\n8|PENDING|Dependency||/c/batch.sh 33\n"
     fake.plan("squeue", (0, rows, ""))
@@ -126,24 +124,24 @@ def test_a_lost_answer_is_never_submitted_twice(fake: FakeSlurm) -> None:
     assert len(fake.argv("sbatch")) == 1
 
 
-def test_a_submission_that_was_not_taken_is_tried_again_with_back_off(fake: FakeSlurm) -> None:
+def test_a_submission_that_was_not_taken_is_tried_again_with_back_off(fake):
     fake.plan("sbatch", (1, "", TIMED_OUT), (1, "", DOWN), (1, "", TIMED_OUT), (0, "99", ""))
     fake.plan("squeue", (1, "", DOWN), (0, "5|COMPLETED|None||/c/batch.sh 3\n", ""))
-    slept: list[float] = []
+    slept = []
     assert fake.client(slept=slept).submit(Path("/c/batch.sh"), 3, []) == "99"
     assert slept == [1.0, 1.0, 2.0, 4.0]  # the second of them for squeue
 
 
-def test_a_controller_that_is_gone_is_given_up(fake: FakeSlurm) -> None:
+def test_a_controller_that_is_gone_is_given_up(fake):
     fake.plan("squeue", (1, "", DOWN))
-    slept: list[float] = []
+    slept = []
     with pytest.raises(UnreachableError, match="Unable to contact"):
         fake.client(slept=slept).jobs(["1"])
     assert slept[:6] == [1, 2, 4, 8, 16, 30]
     assert 120 <= sum(slept) < 160
 
 
-def test_a_call_that_hangs_counts_as_lost(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_hangs_counts_as_lost(fake, monkeypatch):
     monkeypatch.setattr(slurm_module, "CALL_SECONDS", 0.5)
     fake.plan("scancel", (0, "", "", 60), (0, "", ""))
     fake.client().cancel(["1"])
@@ -153,7 +151,7 @@ def test_a_call_that_hangs_counts_as_lost(fake: FakeSlurm, monkeypatch: pytest.M
 # ---- Asking ---------------------------------------------------------------------------------------------------------
 
 
-def test_jobs_by_id(fake: FakeSlurm) -> None:
+def test_jobs_by_id(fake):
     rows = "1|RUNNING|None||/c/batch.sh 1\n2|PENDING|Dependency|afterany:1(unfulfilled)|/c|d/batch.sh 2\nnoise\n"
     fake.plan("squeue", (0, rows, ""))
     found = fake.client().jobs(["1", "2"])
@@ -163,23 +161,23 @@ def test_jobs_by_id(fake: FakeSlurm) -> None:
     assert fake.argv("squeue")[0][:5] == ["-h", "-t", "all", "-j", "1,2"]
 
 
-def test_jobs_that_slurm_has_forgotten(fake: FakeSlurm) -> None:
+def test_jobs_that_slurm_has_forgotten(fake):
     fake.plan("squeue", (1, "", "slurm_load_jobs error: Invalid job id specified"))
     assert fake.client().jobs(["1"]) == {}
     assert fake.client().jobs([]) == {}
 
 
-def test_without_slurm_the_remedy_is_named(tmp_path: Path) -> None:
+def test_without_slurm_the_remedy_is_named(tmp_path):
     with pytest.raises(SchedulerError, match=r"sbatch is not on PATH.*--scheduler local"):
         Slurm({"PATH": str(tmp_path)}).submit(Path("/c/batch.sh"), 1, [])
 
 
-def test_a_folder_that_is_gone_is_not_taken_for_a_missing_slurm(fake: FakeSlurm, tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_is_not_taken_for_a_missing_slurm(fake, tmp_path):
     with pytest.raises(SchedulerError, match="gone"):
         Slurm(fake.environ, str(tmp_path / "gone")).jobs(["1"])
 
 
-def test_no_trace_of_the_job_that_submits(fake: FakeSlurm) -> None:
+def test_no_trace_of_the_job_that_submits(fake):
     environ = {
         "PATH": os.environ["PATH"],
         "SLURM_CONF": "/etc/slurm.conf",

@@ -1,7 +1,5 @@
 """Options of sbatch: time limits, warnings, arrays, and which of several settings counts."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptman.errors import ConfigError
@@ -37,7 +35,7 @@ from ckptman.scheduler.slurm.batch_script import (
         ("1:2:3:4", None),
     ],
 )
-def test_time_limits(text: str, seconds: float | None) -> None:
+def test_time_limits(text, seconds):
     assert limit_seconds({"--time": text}) == seconds
     assert limit_seconds({}) is None
 
@@ -55,7 +53,7 @@ def test_time_limits(text: str, seconds: float | None) -> None:
         (f"USR2@{'9' * 400}", None),
     ],
 )
-def test_warnings(text: str, meant: Warned | None) -> None:
+def test_warnings(text, meant):
     assert warned({"--signal": text}) == meant
 
 
@@ -63,17 +61,17 @@ def test_warnings(text: str, meant: Warned | None) -> None:
     ("text", "tasks"),
     [("0-3", [0, 1, 2, 3]), ("7", [7]), ("1,3,5-7", [1, 3, 5, 6, 7]), ("0-15:4", [0, 4, 8, 12]), ("2,1,2", [1, 2])],
 )
-def test_tasks_of_an_array(text: str, tasks: list[int]) -> None:
+def test_tasks_of_an_array(text, tasks):
     assert array_tasks(text) == tasks
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "0-5:0", "0-3%2", "1,,2", "-1", "0-99999999999", "0-500,600-1200"])
-def test_arrays_that_cannot_be_chains(text: str) -> None:
+def test_arrays_that_cannot_be_chains(text):
     with pytest.raises(ConfigError, match="--array="):
         array_tasks(text)
 
 
-def test_the_command_line_counts_before_variables_and_those_before_the_script() -> None:
+def test_the_command_line_counts_before_variables_and_those_before_the_script():
     script = read_options(["--time=10", "--signal=B:USR2@60", "-x", "n1", "--nodes=2"])
     variables = {"SBATCH_TIMELIMIT": "20", "SBATCH_SIGNAL": "B:USR2@70", "SBATCH_ARRAY_INX": "0-1"}
     found = in_force(script, variables, read_options(["--time", "30"]))
@@ -86,7 +84,7 @@ def test_the_command_line_counts_before_variables_and_those_before_the_script() 
     }
 
 
-def test_a_warning_leaves_room_for_what_the_last_save_needs() -> None:
+def test_a_warning_leaves_room_for_what_the_last_save_needs():
     policy = BeforeDeadline()
     assert warning_seconds(None) == UNMEASURED_SECONDS
     for save in (0.0, 0.5, 10, 47, 600):
@@ -95,7 +93,7 @@ def test_a_warning_leaves_room_for_what_the_last_save_needs() -> None:
         assert found % 30 == 0
 
 
-def test_what_a_user_should_know() -> None:
+def test_what_a_user_should_know():
     assert [each for each in remarks({}) if "no --time" in each]
     assert list(remarks({"--time": "10"})) == []
     assert [each for each in remarks({"--time": "1", "--dependency": "afterok:17"}) if "afterok:17" in each]

@@ -1,18 +1,15 @@
 """The list of scenarios on a Slurm of small executables; and a controller that is slow, silent, or loses answers."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import pytest
 
-from tests.helpers.scenarios import SCENARIOS, STOPPED, Scenario, Scene, names, play, warn
+from tests.helpers.scenarios import SCENARIOS, STOPPED, Scenario, names, play, warn
 from tests.helpers.small_slurm import DENIED, FAILS, FULL, LOST, SmallSlurm, Trouble
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallSlurm]:
+def lab(tmp_path, monkeypatch):
     with SmallSlurm(tmp_path / "slurm") as made:
         monkeypatch.chdir(tmp_path)
         for name, value in made.environ.items():
@@ -22,16 +19,16 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallSlurm]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", names(real=False))
-def test_the_list(lab: SmallSlurm, tmp_path: Path, name: str) -> None:
+def test_the_list(lab, tmp_path, name):
     play(SCENARIOS[name], lab, tmp_path)
 
 
-def expire(scene: Scene, job: str) -> None:
+def expire(scene, job):
     """The time limit comes."""
     scene.lab.ask("scontrol", "update", f"JobId={job}", "EndTime=now")
 
 
-def test_the_time_limit_comes(lab: SmallSlurm, tmp_path: Path) -> None:
+def test_the_time_limit_comes(lab, tmp_path):
     play(Scenario([expire], STOPPED), lab, tmp_path)
 
 
@@ -47,10 +44,10 @@ Troubles = Mapping[str, Sequence[Trouble | None]]
         pytest.param({"sbatch": [None, FULL]}, {"scancel": [DENIED]}, id="no room, and no right to cancel"),
     ],
 )
-def test_a_controller_in_trouble(lab: SmallSlurm, tmp_path: Path, first: Troubles, then: Troubles) -> None:
+def test_a_controller_in_trouble(lab, tmp_path, first, then):
     """`first`: what goes wrong from the submission on; `then`: from the end of the first attempt on."""
 
-    def trouble(scene: Scene, job: str) -> None:
+    def trouble(scene, job):
         lab.troubles |= {name: list(each) for name, each in then.items() if name == "squeue"}
         warn(scene, job)
         scene.until_ended(1, 60)
@@ -63,6 +60,6 @@ def test_a_controller_in_trouble(lab: SmallSlurm, tmp_path: Path, first: Trouble
 
 
 @pytest.mark.slow
-def test_a_slow_controller(lab: SmallSlurm, tmp_path: Path) -> None:
+def test_a_slow_controller(lab, tmp_path):
     lab.seconds = 0.2
     play(Scenario([warn], STOPPED), lab, tmp_path)

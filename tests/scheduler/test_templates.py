@@ -41,20 +41,20 @@ EVIL = {
 }
 
 
-def settings(values: dict[str, str]) -> list[str]:
+def settings(values):
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def script(name: str, *given: str) -> str:
+def script(name, *given):
     return render_template(name, read_settings(given))
 
 
-def options(text: str) -> dict[str, str]:
+def options(text):
     """The options of a script, as `ckptman submit` reads them."""
     return dict(parse(text, "x").options)
 
 
-def bash(text: str, folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def bash(text, folder, *arguments, **environ):
     """Run a script as the batch step of job 4711 on two nodes does, with `srun`, `scontrol` and `squeue` that only
     tell."""
     programs = folder / "bin"
@@ -84,7 +84,7 @@ def bash(text: str, folder: Path, *arguments: str, **environ: str) -> subprocess
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_defaults_and_evil_values_are_sound_shell(name: str, tmp_path: Path) -> None:
+def test_defaults_and_evil_values_are_sound_shell(name, tmp_path):
     for given in ([], settings(EVIL)):
         text = script(name, *given)
         assert bash(text, tmp_path, "-n").returncode == 0
@@ -95,7 +95,7 @@ def test_defaults_and_evil_values_are_sound_shell(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_no_value_is_expanded_or_ends_its_line(name: str, tmp_path: Path) -> None:
+def test_no_value_is_expanded_or_ends_its_line(name, tmp_path):
     (tmp_path / STRANGE / "bin").mkdir(parents=True)
     (tmp_path / STRANGE / "bin/activate").touch()
     text = script(name, *settings(EVIL))
@@ -117,7 +117,7 @@ def test_no_value_is_expanded_or_ends_its_line(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed (Debian: apt-get install shellcheck)")
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_shellcheck_has_nothing_to_say(name: str, tmp_path: Path) -> None:
+def test_shellcheck_has_nothing_to_say(name, tmp_path):
     full = {"modules": "cuda/12 python", "venv": "my env", "env.A": "b", "mem": "1G", "account": "me"}
     if name in TRAINING:
         full |= {"container": "a b.sif", "container_binds": "/x"}
@@ -132,7 +132,7 @@ def test_shellcheck_has_nothing_to_say(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_what_ranks_are_told(name: str, tmp_path: Path) -> None:
+def test_what_ranks_are_told(name, tmp_path):
     given = {"command": "train 'a b'", "env.MY": "own"}
     if name == "scaling-matrix":
         given["matrix"] = "1x1 2x3"
@@ -161,13 +161,13 @@ def test_what_ranks_are_told(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["NONE", "N/A", "", "Unknown", "UNLIMITED"])
-def test_a_job_without_an_end_has_none(end: str, tmp_path: Path) -> None:
+def test_a_job_without_an_end_has_none(end, tmp_path):
     ran = bash(script("generic"), tmp_path, END=end)
     assert "SLURM_JOB_END_TIME" not in ran.stdout
     assert ran.returncode == 0
 
 
-def test_the_end_that_slurm_tells_is_kept_unless_it_is_of_another_job(tmp_path: Path) -> None:
+def test_the_end_that_slurm_tells_is_kept_unless_it_is_of_another_job(tmp_path):
     ran = bash(script("generic"), tmp_path, SLURM_JOB_END_TIME="4102444800")
     assert "SLURM_JOB_END_TIME=4102444800" in ran.stdout
     assert "squeue" not in ran.stderr
@@ -176,12 +176,12 @@ def test_the_end_that_slurm_tells_is_kept_unless_it_is_of_another_job(tmp_path: 
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_what_the_training_said_on_disk_comes_before_what_a_launcher_makes_of_it(name: str, tmp_path: Path) -> None:
+def test_what_the_training_said_on_disk_comes_before_what_a_launcher_makes_of_it(name, tmp_path):
     array = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "4700"}
     outcome = tmp_path / "an outcome.json"
     text = script(name)
 
-    def code(of_launcher: int, **environ: str) -> int:
+    def code(of_launcher, **environ):
         return bash(text, tmp_path, CODE=str(of_launcher), **array, **environ).returncode
 
     for state, codes in {"stopped": [75, 75, 75], "running": [143, 1, 0], "failed": [143, 1, 0]}.items():
@@ -194,7 +194,7 @@ def test_what_the_training_said_on_disk_comes_before_what_a_launcher_makes_of_it
     assert not old.exists()
 
 
-def test_a_container(tmp_path: Path) -> None:
+def test_a_container(tmp_path):
     ran = bash(script("lumi", "container=my image.sif", "command=a"), tmp_path, SINGULARITY_BIND="/x")
     assert "<singularity><exec><--bind=/var/spool/slurmd," in ran.stdout
     assert "><my image.sif><a>" in ran.stdout
@@ -206,12 +206,12 @@ def test_a_container(tmp_path: Path) -> None:
     assert "<apptainer><exec><x><torchrun><--nnodes=2>" in ran.stdout
 
 
-def calls_of(ran: subprocess.CompletedProcess[str]) -> list[str]:
+def calls_of(ran):
     """The calls of srun, in the order in which they were told."""
     return [line for line in ran.stdout.splitlines() if line.startswith("<--")]
 
 
-def test_restarts_within_the_job(tmp_path: Path) -> None:
+def test_restarts_within_the_job(tmp_path):
     text = script("torchrun", "restarts=3", "nodes=2", "command=a")
     assert options(text).keys() >= {"--no-kill"}
     assert options(text)["--nodes"] == "2"
@@ -226,7 +226,7 @@ def test_restarts_within_the_job(tmp_path: Path) -> None:
     assert "--no-kill" not in options(plain)
 
 
-def test_spare_nodes(tmp_path: Path) -> None:
+def test_spare_nodes(tmp_path):
     text = script("torchrun", "restarts=1", "nodes=2", "spare_nodes=2", "command=a", "container=x")
     assert options(text)["--nodes"] == "4"
     outcome = tmp_path / "outcome"
@@ -241,7 +241,7 @@ def test_spare_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["generic", "torchrun", "leonardo", "lumi", "superpod"])
-def test_what_is_in_memory_is_flushed_after_a_crash(name: str, tmp_path: Path) -> None:
+def test_what_is_in_memory_is_flushed_after_a_crash(name, tmp_path):
     outcome = tmp_path / "outcome"
     flushed = {}
     for state in ("running", "failed", "stopped", "finished"):
@@ -258,7 +258,7 @@ def test_what_is_in_memory_is_flushed_after_a_crash(name: str, tmp_path: Path) -
     assert "memory flush" not in bash(script(name), tmp_path, CODE="9", CKPTMAN_OUTCOME=str(outcome)).stdout
 
 
-def test_a_job_with_spare_nodes_that_is_queued_again_flushes_first(tmp_path: Path) -> None:
+def test_a_job_with_spare_nodes_that_is_queued_again_flushes_first(tmp_path):
     outcome = tmp_path / "outcome"
     outcome.write_text(json.dumps({"state": "running", "root": "/a", "attempt": 1}, indent=1))
     text = script("torchrun", "restarts=1", "nodes=2", "spare_nodes=1", "command=a")
@@ -269,14 +269,14 @@ def test_a_job_with_spare_nodes_that_is_queued_again_flushes_first(tmp_path: Pat
         assert [kind for kind in kinds if kind] == expected
 
 
-def test_an_environment_that_is_not_there_ends_the_job(tmp_path: Path) -> None:
+def test_an_environment_that_is_not_there_ends_the_job(tmp_path):
     ran = bash(script("generic", "venv=nowhere"), tmp_path)
     assert ran.returncode == 2
     assert ran.stdout == ""
     assert "nowhere/bin/activate" in ran.stderr
 
 
-def test_what_is_empty_is_left_out() -> None:
+def test_what_is_empty_is_left_out():
     plain = options(script("generic"))
     assert {"--account", "--partition", "--qos", "--mem", "--exclusive"}.isdisjoint(plain)
     assert plain["--gres"] == "gpu:4"
@@ -292,7 +292,7 @@ def test_what_is_empty_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_the_network_interface_is_for_gloo_and_nccl(name: str) -> None:
+def test_the_network_interface_is_for_gloo_and_nccl(name):
     line = "export GLOO_SOCKET_IFNAME=ib0,ib1 NCCL_SOCKET_IFNAME=ib0,ib1"
     given = script(name, "interface=ib0,ib1").splitlines()
     left_out = script(name).splitlines()
@@ -300,7 +300,7 @@ def test_the_network_interface_is_for_gloo_and_nccl(name: str) -> None:
     assert not [each for each in left_out if "GLOO_SOCKET_IFNAME" in each and not each.startswith("#")]
 
 
-def test_the_matrix_asks_for_what_its_largest_points_need() -> None:
+def test_the_matrix_asks_for_what_its_largest_points_need():
     seen = options(script("scaling-matrix"))
     assert [seen[each] for each in ("--array", "--nodes", "--gres", "--ntasks-per-node")] == ["0-4", "2", "gpu:8", "8"]
     seen = options(script("scaling-matrix", "matrix=1x1 4x2", "gpus_per_node=0", "nodes=6"))
@@ -356,12 +356,12 @@ def test_wrong_values(name: str, given: str, told: str) -> None:
     assert told in str(caught.value)
 
 
-def test_all_wrong_values_are_told_at_once() -> None:
+def test_all_wrong_values_are_told_at_once():
     with pytest.raises(ConfigError, match=r"wrong values:\n  mem: .*\n  nodes: "):
         script("generic", "nodes=0", "mem=x")
 
 
-def test_keys_and_templates_that_do_not_exist() -> None:
+def test_keys_and_templates_that_do_not_exist():
     with pytest.raises(UnknownKeyError) as caught:
         script("generic", "node=4")
     assert caught.value.key == "node"
@@ -372,7 +372,7 @@ def test_keys_and_templates_that_do_not_exist() -> None:
         script("../secret")
 
 
-def test_every_key_is_explained_and_on_the_page() -> None:
+def test_every_key_is_explained_and_on_the_page():
     keys = {key for each in TEMPLATES.values() for key in each.keys.model_fields}
     assert keys == set(WHAT)
     page = (REPOSITORY / "docs/templates.md").read_text()
@@ -382,7 +382,7 @@ def test_every_key_is_explained_and_on_the_page() -> None:
     assert MatrixKeys.model_fields["matrix"].default in page
 
 
-def test_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["template", "generic", "--set", "nodes=4"]) == 0
     shown = capsys.readouterr()
@@ -412,7 +412,7 @@ def test_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert told.err.startswith("Error: ")
 
 
-def test_values_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_from_a_file(tmp_path, capsys):
     path = tmp_path / "site.toml"
     path.write_text('nodes = 2\naccount = "me"\nsetup = ["a", "b"]\nexclusive = true\n[env]\nA = "1"\nB = "2"\n')
     assert main(["template", "generic", "--config", str(path), "--set", "nodes=4", "--set", "env.B=3"]) == 0
@@ -431,7 +431,7 @@ def test_values_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert told in capsys.readouterr().err
 
 
-def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists(capsys):
     assert main(["template", "--list"]) == 0
     shown = capsys.readouterr().out
     assert all(each.summary in shown for each in TEMPLATES.values())
@@ -444,7 +444,7 @@ def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert keys["nodes"] == 1
 
 
-def test_a_wheel_has_them(tmp_path: Path) -> None:
+def test_a_wheel_has_them(tmp_path):
     pytest.importorskip("hatchling")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True, timeout=60)
@@ -468,7 +468,7 @@ def test_a_wheel_has_them(tmp_path: Path) -> None:
     assert text == script("lumi"), ran.stderr
 
 
-def test_the_verb_loads_no_torch() -> None:
+def test_the_verb_loads_no_torch():
     lines = (
         "import sys",
         "from ckptman.cli.app import main",

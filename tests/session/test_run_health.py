@@ -1,13 +1,9 @@
 """Health in a run: what the ranks found is in its journal, the slow one is named, and no setting of it stops a run."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,25 +20,25 @@ from tests.helpers.ranks import run_ranks
 FAST = ckptman.HealthThresholds(period_seconds=0.01)
 
 
-def events(root: Path, name: str) -> list[dict[str, Any]]:
+def events(root, name):
     return [each for each in read_journal(journal_path(root))[0] if each["event"] == name]
 
 
 class Card:
     """Stands for the GPU of a rank."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         self.rank = rank
 
-    def read(self) -> dict[str, Any]:
+    def read(self):
         return {"utilisation": 0.9 - self.rank / 10, "ecc_errors": int(self.rank == 1)}
 
 
-def train(root: Path, slow_rank: int, steps: int, outcome: Path) -> None:
+def train(root, slow_rank, steps, outcome):
     os.environ[OUTCOME_ENV] = str(outcome)
     rank = torch.distributed.get_rank()
     run_health._device = lambda: ("nvidia", str(rank))
-    run_health.open_device = lambda vendor, address: Card(int(address))  # type: ignore[assignment,return-value]
+    run_health.open_device = lambda vendor, address: Card(int(address))
     state = {"model": torch.nn.Linear(2, 2)}
     with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(steps // 2), health=FAST) as checkpointer:
         for step in range(checkpointer.restore() + 1, steps + 1):
@@ -53,7 +49,7 @@ def train(root: Path, slow_rank: int, steps: int, outcome: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_leader_writes_what_all_ranks_found(tmp_path: Path) -> None:
+def test_the_leader_writes_what_all_ranks_found(tmp_path):
     run_ranks(3, train, tmp_path / "run", 2, 60, tmp_path / "outcome.json")
     told = events(tmp_path / "run", "health")
     assert len(told) >= 2
@@ -76,19 +72,19 @@ def test_the_leader_writes_what_all_ranks_found(tmp_path: Path) -> None:
 
 
 class Slow(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
+    def __len__(self):
         return 60
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         time.sleep(0.01)
         return index
 
 
-def threads() -> list[str]:
+def threads():
     return [each.name for each in threading.enumerate() if each.name == "ckptman-health"]
 
 
-def test_the_wait_for_a_loader_is_known_by_itself(tmp_path: Path) -> None:
+def test_the_wait_for_a_loader_is_known_by_itself(tmp_path):
     loader = ckptman.ResumableLoader(torch.utils.data.DataLoader(Slow()))
     state = {"data": loader, "rng": ckptman.RNGState()}
     with ckptman.Checkpointer(tmp_path, state, save_policy=ckptman.AtStep(1000), health=FAST) as checkpointer:
@@ -103,10 +99,10 @@ def test_the_wait_for_a_loader_is_known_by_itself(tmp_path: Path) -> None:
     assert loader.wait_seconds >= 0.6
 
 
-def test_short_runs_and_runs_without_it_start_no_thread(tmp_path: Path) -> None:
+def test_short_runs_and_runs_without_it_start_no_thread(tmp_path):
     for number, health in enumerate(("auto", None)):
         root = tmp_path / str(number)
-        with ckptman.Checkpointer(root, {"model": torch.nn.Linear(1, 1)}, health=health) as checkpointer:  # type: ignore[arg-type]
+        with ckptman.Checkpointer(root, {"model": torch.nn.Linear(1, 1)}, health=health) as checkpointer:
             for step in range(checkpointer.restore() + 1, 40):
                 with checkpointer.own_work():
                     pass
@@ -114,10 +110,10 @@ def test_short_runs_and_runs_without_it_start_no_thread(tmp_path: Path) -> None:
             assert not threads()
         assert events(root, "health") == []
     with pytest.raises(ConfigError, match="health is 'auto', a HealthThresholds, or None not to look, not True"):
-        ckptman.Checkpointer(tmp_path / "x", {"model": torch.nn.Linear(1, 1)}, health=True)  # type: ignore[arg-type]
+        ckptman.Checkpointer(tmp_path / "x", {"model": torch.nn.Linear(1, 1)}, health=True)
 
 
-def sampling(root: Path) -> tuple[ckptman.Checkpointer, int]:
+def sampling(root):
     """A run that trains and samples, and its last step."""
     checkpointer = ckptman.Checkpointer(root, {"model": torch.nn.Linear(1, 1)}, health=FAST)
     step = checkpointer.restore()
@@ -129,7 +125,7 @@ def sampling(root: Path) -> tuple[ckptman.Checkpointer, int]:
 
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.leaves("ckptman-")
-def test_it_ends_with_a_run_that_fails_or_that_nobody_closes(tmp_path: Path, fails: bool) -> None:
+def test_it_ends_with_a_run_that_fails_or_that_nobody_closes(tmp_path, fails):
     checkpointer, _ = sampling(tmp_path)
     [thread] = [each for each in threading.enumerate() if each.name == "ckptman-health"]
     if fails:
@@ -142,8 +138,8 @@ def test_it_ends_with_a_run_that_fails_or_that_nobody_closes(tmp_path: Path, fai
     assert not thread.is_alive()
 
 
-def test_a_report_that_breaks_costs_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> Any:
+def test_a_report_that_breaks_costs_no_save(tmp_path, monkeypatch):
+    def broken(*_):
         raise ArithmeticError("no figure")
 
     monkeypatch.setattr(run_health, "usual_seconds", broken)
@@ -153,7 +149,7 @@ def test_a_report_that_breaks_costs_no_save(tmp_path: Path, monkeypatch: pytest.
         checkpointer.save(step)
         checkpointer.wait()
         assert checkpointer.last_saved == step
-        checkpointer._health.note([run_health.RankHealth(0, "n")])  # type: ignore[union-attr]
+        checkpointer._health.note([run_health.RankHealth(0, "n")])
 
 
 class Event:
@@ -161,16 +157,14 @@ class Event:
 
     over = False
 
-    def query(self) -> bool:
+    def query(self):
         return self.over
 
-    def elapsed_time(self, end: object) -> float:
+    def elapsed_time(self, end):
         return 500.0
 
 
-def test_work_on_a_device_counts_once_it_is_done_and_nobody_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_on_a_device_counts_once_it_is_done_and_nobody_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(run_health, "_event", Event)
     monkeypatch.setattr(Event, "over", False)
     with ckptman.Checkpointer(tmp_path, {"model": torch.nn.Linear(1, 1)}) as checkpointer:
@@ -189,7 +183,7 @@ def test_work_on_a_device_counts_once_it_is_done_and_nobody_waits(
         assert list(health._work) == [1.0]
 
 
-def test_what_is_not_training_is_known_by_the_signs_of_life() -> None:
+def test_what_is_not_training_is_known_by_the_signs_of_life():
     progress = Progress(Patience())
     assert progress.training == (None, 0)  # before the first step
     progress.beat(0.0, "step", 1)

@@ -1,7 +1,5 @@
 """The journal and the trackers hear of the steps that end, and the loop does not wait for either."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -9,10 +7,8 @@ import subprocess
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,53 +18,52 @@ from ckptman.errors import ConfigError
 from ckptman.format.paths import journal_path, outcome_path
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
-from ckptman.runtime.tracker import TrackedRun
 from ckptman.session import step_reporter, tracker_threads
 from tests.helpers.fake_device import fake_devices
 from tests.helpers.tracked_run import drain
 
 
 class Recorder(ckptman.Tracker):
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
+    def __init__(self):
+        self.calls = []
 
-    def start(self, run: TrackedRun) -> None:
+    def start(self, run):
         self.calls.append(("start", run.attempt, run.step))
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step, metrics):
         self.calls.append(("log", step, metrics))
 
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+    def event(self, name, fields):
         self.calls.append(("event", name, fields))
 
-    def close(self) -> None:
+    def close(self):
         self.calls.append(("close",))
 
-    def of(self, kind: str) -> list[tuple[Any, ...]]:
+    def of(self, kind):
         return [each[1:] for each in self.calls if each[0] == kind]
 
 
 class Odd:
-    def __float__(self) -> float:
+    def __float__(self):
         raise KeyError("not a number")
 
 
-def progress(root: Path) -> list[dict[str, Any]]:
+def progress(root):
     return [each for each in read_journal(journal_path(root))[0] if each["event"] == "progress"]
 
 
-def checkpointer_in(root: Path, *trackers: ckptman.Tracker, **more: Any) -> ckptman.Checkpointer:
+def checkpointer_in(root, *trackers, **more):
     state = {"model": torch.nn.Linear(2, 2)}
     more = {"save_policy": ckptman.EverySteps(1000), **more}
     return ckptman.Checkpointer(root, state, trackers=trackers, **more)
 
 
 @pytest.fixture
-def each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def each_step(monkeypatch):
     monkeypatch.setattr(step_reporter, "PROGRESS_SECONDS", 0.0)
 
 
-def test_progress_after_the_first_step_and_at_the_end(tmp_path: Path) -> None:
+def test_progress_after_the_first_step_and_at_the_end(tmp_path):
     with checkpointer_in(tmp_path) as checkpointer:
         start = checkpointer.restore()
         for step in range(start + 1, 8):
@@ -84,7 +79,7 @@ def test_progress_after_the_first_step_and_at_the_end(tmp_path: Path) -> None:
     assert events[-2:] == ["progress", "finished"]
 
 
-def test_what_saves_block_is_added_up(tmp_path: Path, each_step: None) -> None:
+def test_what_saves_block_is_added_up(tmp_path, each_step):
     with checkpointer_in(tmp_path, save_policy=ckptman.EverySteps(2), async_save=False) as checkpointer:
         for step in range(1, 6):
             checkpointer.step(step)
@@ -99,7 +94,7 @@ def test_what_saves_block_is_added_up(tmp_path: Path, each_step: None) -> None:
 
 
 @pytest.mark.parametrize("how", ["raise", "stop", "nothing"])
-def test_the_end_is_told_however_it_comes(how: str, tmp_path: Path) -> None:
+def test_the_end_is_told_however_it_comes(how, tmp_path):
     recorder = Recorder()
     with suppress(KeyboardInterrupt), checkpointer_in(tmp_path, recorder, signals=True) as checkpointer:
         checkpointer.restore()
@@ -121,7 +116,7 @@ def test_the_end_is_told_however_it_comes(how: str, tmp_path: Path) -> None:
     assert recorder.calls[-1] == ("close",)
 
 
-def test_a_loop_that_ends_no_step_tells_nothing(tmp_path: Path) -> None:
+def test_a_loop_that_ends_no_step_tells_nothing(tmp_path):
     recorder = Recorder()
     with checkpointer_in(tmp_path, recorder) as checkpointer:
         checkpointer.restore()
@@ -129,7 +124,7 @@ def test_a_loop_that_ends_no_step_tells_nothing(tmp_path: Path) -> None:
     assert [each[0] for each in recorder.calls if each[0] != "event"] == ["start", "close"]
 
 
-def test_trackers_hear_of_each_attempt_and_of_going_back(tmp_path: Path) -> None:
+def test_trackers_hear_of_each_attempt_and_of_going_back(tmp_path):
     for attempt in (1, 2):
         recorder = Recorder()
         with checkpointer_in(tmp_path, recorder, save_policy=ckptman.EverySteps(1)) as checkpointer:
@@ -150,21 +145,19 @@ def test_trackers_hear_of_each_attempt_and_of_going_back(tmp_path: Path) -> None
 
 
 class Raising(ckptman.Tracker):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step, metrics):
         raise OSError("no room")
 
 
 class Hanging(ckptman.Tracker):
-    def __init__(self) -> None:
+    def __init__(self):
         self.leave = threading.Event()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step, metrics):
         self.leave.wait(60)
 
 
-def test_a_tracker_that_raises_or_hangs_is_told_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_raises_or_hangs_is_told_of_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(tracker_threads, "CLOSE_SECONDS", 0.5)
     monkeypatch.setattr(tracker_threads, "MOST_WAITING", 5)
     monkeypatch.setattr(step_reporter, "TRACKER_SECONDS", 0.0)
@@ -185,7 +178,7 @@ def test_a_tracker_that_raises_or_hangs_is_told_of_once(
     assert len([each for each in caplog.messages if "no room" in each]) == 1
 
 
-def drain_but(checkpointer: ckptman.Checkpointer, but: ckptman.Tracker | None) -> None:
+def drain_but(checkpointer, but):
     """Let all have what there is now, but for one."""
     assert checkpointer._reporter is not None
     outlets = [each for each in checkpointer._reporter._trackers._threads if each.tracker is not but]
@@ -195,12 +188,12 @@ def drain_but(checkpointer: ckptman.Checkpointer, but: ckptman.Tracker | None) -
         assert done.wait(60)
 
 
-def test_what_a_tracker_starts_does_not_end_by_what_asks_the_run_to_stop(tmp_path: Path) -> None:
+def test_what_a_tracker_starts_does_not_end_by_what_asks_the_run_to_stop(tmp_path):
     class Starting(ckptman.Tracker):
-        def start(self, run: TrackedRun) -> None:
+        def start(self, run):
             self.process = subprocess.Popen(["sleep", "60"])
 
-        def close(self) -> None:
+        def close(self):
             self.process.kill()
             self.process.wait()
 
@@ -213,7 +206,7 @@ def test_what_a_tracker_starts_does_not_end_by_what_asks_the_run_to_stop(tmp_pat
         assert blocked & 1 << (signal.SIGTERM - 1)
 
 
-def test_metrics_on_a_device_are_not_waited_for(tmp_path: Path, each_step: None) -> None:
+def test_metrics_on_a_device_are_not_waited_for(tmp_path, each_step):
     with fake_devices() as device, checkpointer_in(tmp_path, Recorder()) as checkpointer:
         with device.main.held():
             for step in range(1, 4):
@@ -227,7 +220,7 @@ def test_metrics_on_a_device_are_not_waited_for(tmp_path: Path, each_step: None)
     assert sum(each["steps"] for each in told) == 3
 
 
-def test_what_a_device_that_fails_had_is_left_out(tmp_path: Path) -> None:
+def test_what_a_device_that_fails_had_is_left_out(tmp_path):
     with (
         fake_devices() as device,
         suppress(ZeroDivisionError),
@@ -240,7 +233,7 @@ def test_what_a_device_that_fails_had_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.leaves("ckptman-")
-def test_a_checkpointer_that_nobody_has_any_more_goes_away(tmp_path: Path) -> None:
+def test_a_checkpointer_that_nobody_has_any_more_goes_away(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         checkpointer = checkpointer_in(tmp_path, Recorder())
@@ -252,17 +245,15 @@ def test_a_checkpointer_that_nobody_has_any_more_goes_away(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("trackers", [Recorder(), [Recorder], ["wandb"]])
-def test_what_is_no_tracker_is_refused(trackers: Any, tmp_path: Path) -> None:
+def test_what_is_no_tracker_is_refused(trackers, tmp_path):
     with pytest.raises(ConfigError, match=r"ckptman\.Tracker"):
         ckptman.Checkpointer(tmp_path, {"step": 0}, trackers=trackers)
 
 
 @pytest.mark.parametrize("how", ["finished", "failed"])
 @pytest.mark.leaves("ckptman-")
-def test_ctrl_c_while_the_end_is_told_leaves_an_outcome_and_a_free_root(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    def interrupted(self: step_reporter.StepReporter, *, wait: bool) -> None:
+def test_ctrl_c_while_the_end_is_told_leaves_an_outcome_and_a_free_root(tmp_path, monkeypatch, how):
+    def interrupted(self, *, wait):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt, ValueError):
@@ -278,12 +269,12 @@ def test_ctrl_c_while_the_end_is_told_leaves_an_outcome_and_a_free_root(
         checkpointer.restore()
 
 
-def test_a_saved_step_is_handed_on_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_step_is_handed_on_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(step_reporter, "TRACKER_SECONDS", 3600.0)
     told = threading.Event()
 
     class Waiting(Recorder):
-        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        def log(self, step, metrics):
             super().log(step, metrics)
             if step == 5:
                 told.set()

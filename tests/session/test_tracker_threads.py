@@ -1,10 +1,6 @@
 """The thread of a tracker: what waits for it, and what becomes of it when it is left behind."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -16,22 +12,22 @@ from tests.helpers.tracked_run import settle
 
 
 class NoTextError(Exception):
-    def __str__(self) -> str:
+    def __str__(self):
         raise ValueError("no text")
 
 
 class Raising(ckptman.Tracker):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step, metrics):
         raise NoTextError
 
 
-def test_an_error_without_a_text_is_told_of_by_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_without_a_text_is_told_of_by_its_name(tmp_path, caplog):
     with ckptman.Checkpointer(tmp_path, {"step": 0}, signals=None, trackers=[Raising()]) as checkpointer:
         checkpointer.step(1, {"loss": 1.0})
     assert "NoTextError in log(). Training goes on without it" in caplog.text
 
 
-def test_what_waits_is_bounded_by_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_is_bounded_by_its_numbers(monkeypatch):
     monkeypatch.setattr(tracker_threads, "MOST_NUMBERS", 10)
     thread, got = Behind("a test"), list[int]()
     thread.put(got.append, 0)  # no step: it is not dropped
@@ -46,10 +42,10 @@ def test_what_waits_is_bounded_by_its_numbers(monkeypatch: pytest.MonkeyPatch) -
     assert (got, thread.dropped) == ([0, 3, 4, 5], 2)
 
 
-def test_a_thread_that_was_left_makes_no_further_call() -> None:
+def test_a_thread_that_was_left_makes_no_further_call():
     thread, begun, leave, got = Behind("a test"), threading.Event(), threading.Event(), list[int]()
 
-    def hang() -> None:
+    def hang():
         begun.set()
         leave.wait(60)
 
@@ -64,7 +60,7 @@ def test_a_thread_that_was_left_makes_no_further_call() -> None:
     assert got == []
 
 
-def test_a_tracker_is_given_once(tmp_path: Path) -> None:
+def test_a_tracker_is_given_once(tmp_path):
     tracker = Raising()
     with pytest.raises(ConfigError, match="trackers has the same Raising twice: each needs its own object"):
         ckptman.Checkpointer(tmp_path, {"step": 0}, trackers=[tracker, Raising(), tracker])

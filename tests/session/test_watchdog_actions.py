@@ -28,7 +28,7 @@ from ckptman.io.durable_files import Disk
 from ckptman.policies.crash_loop import crashes_of
 from ckptman.policies.hang_timeout import Patience
 from ckptman.runtime.journal import read_journal
-from ckptman.runtime.outcome import Outcome, read_outcome
+from ckptman.runtime.outcome import read_outcome
 from ckptman.runtime.watchdog import Watchdog
 from ckptman.session import watchdog_actions
 from ckptman.session.watchdog_actions import patience_of
@@ -36,7 +36,7 @@ from ckptman.train.launch import Launch
 from ckptman.train.rendezvous import meet
 from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to
-from tests.helpers.ranks import RankError, World, run_ranks, say, start_ranks
+from tests.helpers.ranks import RankError, run_ranks, say, start_ranks
 
 FLOOR_SECONDS = 3.0
 PATIENCE = Patience(FLOOR_SECONDS)
@@ -46,11 +46,11 @@ SLACK_SECONDS = 15.0
 UNTIL = 8
 
 
-def stop_myself() -> None:
+def stop_myself():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def read_from_a_dead_mount() -> None:
+def read_from_a_dead_mount():
     read, _ = os.pipe()
     os.read(read, 1)
 
@@ -58,7 +58,7 @@ def read_from_a_dead_mount() -> None:
 HANGS = {"stopped": stop_myself, "mount": read_from_a_dead_mount}
 
 
-def train(root: str, rank: int | None, how: str, watchdog: float | None = FLOOR_SECONDS) -> dict[int, float]:
+def train(root, rank, how, watchdog=FLOOR_SECONDS):
     """Train to the end, saving every second step; that rank hangs at step 6."""
     import torch.distributed as dist
 
@@ -75,29 +75,27 @@ def train(root: str, rank: int | None, how: str, watchdog: float | None = FLOOR_
     return losses
 
 
-def await_end(world: World, rank: int) -> int:
+def await_end(world, rank):
     """The exit code of one rank."""
     return world.wait(rank, STATED_SECONDS + SLACK_SECONDS)
 
 
-def outcome_of(root: Path) -> Outcome:
+def outcome_of(root):
     outcome = read_outcome(outcome_path(root))
     assert outcome is not None
     return outcome
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, float]]:
+def whole(tmp_path_factory):
     """The losses of a run that nothing hangs in."""
-    found: list[dict[int, float]] = run_ranks(2, train, str(tmp_path_factory.mktemp("whole")), None, "")
+    found = run_ranks(2, train, str(tmp_path_factory.mktemp("whole")), None, "")
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1], ids=["leader", "other"])
-def test_a_stopped_rank_is_noticed_by_its_peer_and_the_run_goes_on(
-    tmp_path: Path, whole: list[dict[int, float]], stopped: int
-) -> None:
+def test_a_stopped_rank_is_noticed_by_its_peer_and_the_run_goes_on(tmp_path, whole, stopped):
     peer = 1 - stopped
     with start_ranks(2, train, str(tmp_path), stopped, "stopped") as world:
         world.await_message(stopped, "hangs")
@@ -125,7 +123,7 @@ def test_a_stopped_rank_is_noticed_by_its_peer_and_the_run_goes_on(
     assert outcome_of(tmp_path).state == "finished"
 
 
-def train_over_a_store_of_rank_0(root: str, port: int) -> None:
+def train_over_a_store_of_rank_0(root, port):
     """As `srun` without `torchrun`: rank 0 keeps the store, and takes it along when it is stopped."""
     import torch.distributed as dist
 
@@ -142,7 +140,7 @@ def train_over_a_store_of_rank_0(root: str, port: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_leader_that_keeps_the_store(tmp_path: Path) -> None:
+def test_a_stopped_leader_that_keeps_the_store(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -155,7 +153,7 @@ def test_a_stopped_leader_that_keeps_the_store(tmp_path: Path) -> None:
     assert "; nobody could be asked: the store where the ranks met, at rank 0 or its torchrun" in outcome.reason
 
 
-def test_all_ranks_leave_when_one_hangs_in_its_own_code(tmp_path: Path) -> None:
+def test_all_ranks_leave_when_one_hangs_in_its_own_code(tmp_path):
     with start_ranks(2, train, str(tmp_path), 1, "mount") as world:
         world.await_message(1, "hangs")
         assert [await_end(world, rank) for rank in range(2)] == [13, 13]
@@ -168,7 +166,7 @@ def test_all_ranks_leave_when_one_hangs_in_its_own_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_watchdog_nothing_is_noticed(tmp_path: Path) -> None:
+def test_without_a_watchdog_nothing_is_noticed(tmp_path):
     with start_ranks(2, train, str(tmp_path), 1, "stopped", None) as world:
         world.await_message(1, "hangs")
         with pytest.raises(RankError, match="did not end in time"):
@@ -179,13 +177,13 @@ def test_without_a_watchdog_nothing_is_noticed(tmp_path: Path) -> None:
 class HangingDisk(Disk):
     """A file system that hangs at the first write to a data file."""
 
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+    def write_at(self, fd, data, offset):
         say("hangs")
         threading.Event().wait()
         return 0
 
 
-def train_over_a_hanging_disk(root: str) -> None:
+def train_over_a_hanging_disk(root):
     app = App()
     with (
         saving_to(HangingDisk()),
@@ -198,7 +196,7 @@ def train_over_a_hanging_disk(root: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_save_that_hangs_behind_the_training_is_noticed(tmp_path: Path) -> None:
+def test_a_save_that_hangs_behind_the_training_is_noticed(tmp_path):
     with start_ranks(1, train_over_a_hanging_disk, str(tmp_path)) as world:
         world.await_message(0, "hangs")
         begun = time.monotonic()
@@ -209,7 +207,7 @@ def test_a_save_that_hangs_behind_the_training_is_noticed(tmp_path: Path) -> Non
     assert "in write_at" in stacks_path(tmp_path, 1, 0).read_text()
 
 
-def take_long_between_steps(root: str) -> int:
+def take_long_between_steps(root):
     """An evaluation that takes longer than a step may, with signs of life, and a block that ends well."""
     app = App()
     with Checkpointer(root, app.state, save_policy=ckptman.AtStep(1), deadline=None, watchdog=1.0) as checkpointer:
@@ -227,12 +225,12 @@ def take_long_between_steps(root: str) -> int:
 
 
 @pytest.mark.slow
-def test_an_evaluation_with_signs_of_life_is_left_alone(tmp_path: Path) -> None:
+def test_an_evaluation_with_signs_of_life_is_left_alone(tmp_path):
     assert run_ranks(1, take_long_between_steps, str(tmp_path)) == [0]
     assert not list((tmp_path / ".ckptman").glob("stacks-*"))
 
 
-def test_what_the_setting_means() -> None:
+def test_what_the_setting_means():
     assert patience_of("auto", 1, {}) is None
     assert patience_of("auto", 2, {}) == patience_of("auto", 1, {"CKPTMAN_ATTEMPT": "2"}) == Patience(600.0)
     assert patience_of(None, 8, {"CKPTMAN_ATTEMPT": "2"}) is None
@@ -246,7 +244,7 @@ def test_what_the_setting_means() -> None:
         Checkpointer("nowhere", {"a": 1}, watchdog=-1)
 
 
-def timeouts_of_groups() -> tuple[list[float], list[float]]:
+def timeouts_of_groups():
     import torch.distributed as dist
 
     group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
@@ -255,21 +253,21 @@ def timeouts_of_groups() -> tuple[list[float], list[float]]:
     return found
 
 
-def test_the_timeouts_of_all_groups_are_known() -> None:
+def test_the_timeouts_of_all_groups_are_known():
     for gloo, nccl in run_ranks(2, timeouts_of_groups):
         assert (min(gloo), max(gloo), nccl) == (77, 1800, [])
     assert group_timeouts("gloo") == []
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def nccl(monkeypatch):
     """A run of a chain whose groups abort a collective after 1800 and after 600 seconds."""
     monkeypatch.setenv("CKPTMAN_ATTEMPT", "1")
     monkeypatch.setattr(watchdog_actions, "group_timeouts", lambda backend: [1800.0, 600.0])
 
 
 @pytest.mark.usefixtures("nccl")
-def test_the_watchdog_speaks_before_nccl(tmp_path: Path) -> None:
+def test_the_watchdog_speaks_before_nccl(tmp_path):
     with Checkpointer(tmp_path, {"a": 1}, deadline=None) as checkpointer:
         patience = checkpointer._watchdog.patience
         assert patience is not None
@@ -280,7 +278,7 @@ def test_the_watchdog_speaks_before_nccl(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("setting", [900, Patience(900.0)])
-def test_a_limit_of_the_user_stays(tmp_path: Path, setting: float | Patience) -> None:
+def test_a_limit_of_the_user_stays(tmp_path, setting):
     with Checkpointer(tmp_path, {"a": 1}, deadline=None, watchdog=setting) as checkpointer:
         checkpointer.restore()
         assert checkpointer._watchdog.patience == Patience(900.0, speak_seconds=555.0)
@@ -289,11 +287,11 @@ def test_a_limit_of_the_user_stays(tmp_path: Path, setting: float | Patience) ->
 @pytest.mark.parametrize(
     ("abort_seconds", "floor", "speak"), [(10.0, 555, 5), (300.0, 555, 255), (600.0, 555, 555), (7200.0, 600, 7155)]
 )
-def test_groups_that_wait_for_less_end_no_step_earlier(abort_seconds: float, floor: float, speak: float) -> None:
+def test_groups_that_wait_for_less_end_no_step_earlier(abort_seconds, floor, speak):
     assert patience_of("auto", 2, {}, abort_seconds) == Patience(floor, speak_seconds=speak)
 
 
-def train_and_listen(root: str) -> str:
+def train_and_listen(root):
     """What the watchdog of this rank says, whose limit is far away, while rank 1 stands still for a while."""
     import torch.distributed as dist
 
@@ -310,7 +308,7 @@ def train_and_listen(root: str) -> str:
 
 
 @pytest.mark.slow
-def test_it_says_who_is_silent_and_goes_on(tmp_path: Path) -> None:
+def test_it_says_who_is_silent_and_goes_on(tmp_path):
     with start_ranks(2, train_and_listen, str(tmp_path)) as world:
         world.await_message(1, "hangs")
         until = time.monotonic() + 60
@@ -325,9 +323,9 @@ def test_it_says_who_is_silent_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("behind", [True, False])
-def test_what_a_rank_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: bool) -> None:
+def test_what_a_rank_is_at(tmp_path, monkeypatch, behind):
     """Up to the copy of a save a collective may be waited for, and after it only files."""
-    beats: list[str] = []
+    beats = []
     monkeypatch.setattr(Watchdog, "beat", lambda self, doing, step: beats.append(doing))
     state = {"x": torch.zeros(4)}
     with Checkpointer(
@@ -344,13 +342,13 @@ def test_what_a_rank_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behi
         assert beats == ["save", "step"]
 
 
-def roll(world_size: int, silent: list[int] | None, places: dict[int, str]) -> str:
+def roll(world_size, silent, places):
     found = HangReport(0, world_size, 1)
     found.silent, found.places = silent, places
     return found.text()
 
 
-def test_what_is_told_about_the_others() -> None:
+def test_what_is_told_about_the_others():
     assert roll(1, None, {}) == "there is one rank"
     assert roll(4, None, {}).startswith("nobody could be asked: the store where the ranks met")
     assert roll(4, [2], {0: "a", 1: "a", 3: "a"}) == "not heard of: rank 2"
@@ -374,7 +372,7 @@ def test_what_is_told_about_the_others() -> None:
         ("aabb", None, {}),
     ],
 )
-def test_nodes_of_silent_ranks(nodes: str, silent: list[int] | None, bad: dict[str, str]) -> None:
+def test_nodes_of_silent_ranks(nodes, silent, bad):
     found = HangReport(0, len(nodes), 1)
     found.silent, found._store = silent, torch.distributed.HashStore()
     for rank, node in enumerate(nodes):
@@ -387,9 +385,7 @@ def test_nodes_of_silent_ranks(nodes: str, silent: list[int] | None, bad: dict[s
     [(True, 0, "", True), (False, 0, "", False), (True, 60, "", False), (True, 0, "elsewhere", False)],
     ids=["stopped", "alive", "another process of that pid", "another host"],
 )
-def test_only_a_stopped_process_of_this_run_is_killed(
-    stops: bool, late_seconds: float, other_host: str, killed: bool
-) -> None:
+def test_only_a_stopped_process_of_this_run_is_killed(stops, late_seconds, other_host, killed):
     child = subprocess.Popen(["sleep", "60"])
     try:
         process = psutil.Process(child.pid)
@@ -413,7 +409,7 @@ def test_only_a_stopped_process_of_this_run_is_killed(
 
 @pytest.mark.parametrize("leads", [True, False])
 @pytest.mark.leaves("ckptman-")
-def test_what_breaks_because_a_watchdog_ended_a_rank_does_not_hide_why(tmp_path: Path, leads: bool) -> None:
+def test_what_breaks_because_a_watchdog_ended_a_rank_does_not_hide_why(tmp_path, leads):
     with pytest.raises(RuntimeError, match="connection reset"), Checkpointer(tmp_path, {"a": 1}) as checkpointer:
         own = checkpointer._session
         if not leads:  # the deputy opens the journal when it speaks for the leader

@@ -1,23 +1,18 @@
 """The bundled loop as a chain of jobs, 2 nodes x 2 ranks; and what it has to have done in the end."""
 
-from __future__ import annotations
-
-import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import step_folder
 from ckptman.runtime.journal import read_journal
 from tests.helpers.forkserver import programs
-from tests.helpers.scenarios import Act, Scene, submit
-from tests.slurm.cluster import Cluster
+from tests.helpers.scenarios import Scene, submit
 
 STEPS = 80
 INTERVAL = 5
 OWN_STEPS = INTERVAL + 5
 """So many steps an attempt does before something happens to it."""
-SHAPE: Mapping[str, object] = {
+SHAPE = {
     "model.dim": 16,
     "model.layers": 2,
     "model.heads": 2,
@@ -43,20 +38,12 @@ srun --kill-on-bad-exit=1 --ntasks=$((2 * SLURM_JOB_NUM_NODES)) {python} {progra
 """
 
 
-def paced(seconds: float) -> str:
+def paced(seconds):
     """The loop, whose steps take that much longer; and what is to be held can be held."""
     return f"{Path(__file__).with_name('paced.py')} {seconds}"
 
 
-def script(
-    folder: Path,
-    tokens: Path,
-    *,
-    program: str = TRAIN,
-    python: str | os.PathLike[str] = "",
-    minutes: int = 5,
-    **settings: object,
-) -> Path:
+def script(folder, tokens, *, program=TRAIN, python="", minutes=5, **settings):
     """A batch script of the loop.
 
     Args:
@@ -77,17 +64,17 @@ def script(
     return path
 
 
-def begin(lab: Cluster, path: Path) -> Scene:
+def begin(lab, path):
     return Scene(lab, submit(path), program="run.toml")
 
 
-def steps(folder: Path) -> list[tuple[int, str]]:
+def steps(folder):
     """Steps and losses, in the order in which they were logged."""
     path = folder / "steps.jsonl"
     return [(each["step"], each["loss_hex"]) for each in read_journal(path)[0]] if path.exists() else []
 
 
-def trains(scene: Scene, folder: Path, number: int, own_steps: int = OWN_STEPS) -> str:
+def trains(scene, folder, number, own_steps=OWN_STEPS):
     """Wait until attempt `number` has done so many steps of its own; the id of its job."""
     scene.until(lambda: len(scene.chain.attempts()) >= number, 60, f"no attempt {number}")
     before = len(steps(folder))
@@ -95,7 +82,7 @@ def trains(scene: Scene, folder: Path, number: int, own_steps: int = OWN_STEPS) 
     return scene.chain.attempts()[-1].job_id
 
 
-def disturbed(lab: Cluster, folder: Path, tokens: Path, acts: Sequence[Act], program: str = TRAIN) -> Scene:
+def disturbed(lab, folder, tokens, acts, program=TRAIN):
     """A run, of which one attempt after the other is disturbed after some steps of its own; the last one is not."""
     scene = begin(lab, script(folder, tokens, program=program))
     for number, act in enumerate(acts, 1):
@@ -105,7 +92,7 @@ def disturbed(lab: Cluster, folder: Path, tokens: Path, acts: Sequence[Act], pro
     return scene
 
 
-def check(folder: Path, whole: Path, allowed: int) -> None:
+def check(folder, whole, allowed):
     """The run is the whole run, and at most `allowed` steps were computed twice."""
     logged, expected = steps(folder), steps(whole)
     assert [step for step, _ in expected] == list(range(1, len(expected) + 1))
@@ -115,6 +102,6 @@ def check(folder: Path, whole: Path, allowed: int) -> None:
     assert _saved_bytes(folder, len(expected)) == _saved_bytes(whole, len(expected))
 
 
-def _saved_bytes(folder: Path, step: int) -> dict[str, object]:
+def _saved_bytes(folder, step):
     files = read_manifest(folder / "ck" / step_folder(step)).files
     return {name: each for name, each in files.items() if name != ".metadata"}

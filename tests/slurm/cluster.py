@@ -4,17 +4,13 @@ Everything lies in one folder and listens on the loopback alone. Jobs are tracke
 (a private mount of the freezer), so that signals reach whom they reach there; where that cannot be mounted, by parents.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
@@ -77,7 +73,7 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=10 State=UP PriorityTi
 """
 
 
-def missing() -> list[str]:
+def missing():
     """The programs of Slurm that are not installed here."""
     return [each for each in PROGRAMS if shutil.which(each, path=_path()) is None]
 
@@ -89,7 +85,7 @@ class Cluster:
     would kill the jobs of the other.
     """
 
-    def __init__(self, folder: Path, nodes: int = 5) -> None:
+    def __init__(self, folder, nodes=5):
         self.folder, self.nodes = folder, [f"n{os.getpid()}0{number}" for number in range(1, nodes + 1)]
         self.environ = {
             **{
@@ -100,7 +96,7 @@ class Cluster:
         }
         self._mounted = False
 
-    def start(self) -> None:
+    def start(self):
         """Start all daemons, and wait until each node is idle."""
         for name in ("munge", "state", "spool", "pid", "log", "cgroup"):
             (self.folder / name).mkdir(parents=True)
@@ -143,17 +139,17 @@ class Cluster:
             self.start_node(name)
         self.wait(lambda: len(self.idle()) == len(self.nodes), START_SECONDS, "nodes are not idle")
 
-    def start_controller(self, fresh: bool = False) -> None:
+    def start_controller(self, fresh=False):
         self._daemon("slurmctld", "-f", str(self.folder / "slurm.conf"), *["-c"] * fresh)
         self.wait(lambda: "UP" in self.ask("scontrol", "ping"), START_SECONDS, "no controller answers")
 
-    def stop_controller(self) -> None:
+    def stop_controller(self):
         self._end_by_pid_file("slurmctld.pid", signal.SIGTERM)
 
-    def start_node(self, name: str) -> None:
+    def start_node(self, name):
         self._daemon("slurmd", "-N", name, "-f", str(self.folder / "slurm.conf"))
 
-    def kill_node(self, name: str) -> None:
+    def kill_node(self, name):
         """What a power cut does: the daemon, and all that runs there, are gone at once, and nobody tells of it."""
         self._end_by_pid_file(f"slurmd.{name}.pid", signal.SIGKILL)
         there = []
@@ -169,26 +165,26 @@ class Cluster:
             with suppress(psutil.Error):
                 process.kill()
 
-    def kill_daemon(self, name: str) -> None:
+    def kill_daemon(self, name):
         """The slurmd of a node alone: what runs there runs on."""
         self._end_by_pid_file(f"slurmd.{name}.pid", signal.SIGKILL)
 
-    def idle(self) -> list[str]:
+    def idle(self):
         return self.ask("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N").split()
 
-    def ask(self, *command: str) -> str:
+    def ask(self, *command):
         """What a command of Slurm prints; empty where it fails."""
         done = subprocess.run(
             command, env=self.environ, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
         )
         return done.stdout if done.returncode == 0 else ""
 
-    def queue(self) -> dict[str, str]:
+    def queue(self):
         """The state of each job that waits or runs."""
         rows = (line.split("|") for line in self.ask("squeue", "-h", "-o", "%i|%T").splitlines())
         return {row[0]: row[1] for row in rows}
 
-    def wait(self, done: Callable[[], object], timeout_seconds: float, what: str) -> None:
+    def wait(self, done, timeout_seconds, what):
         """Wait until `done`. Raises: TimeoutError, with the last words of the daemons."""
         deadline = time.monotonic() + timeout_seconds
         while not done():
@@ -196,7 +192,7 @@ class Cluster:
                 raise TimeoutError(f"{what} after {timeout_seconds:.0f} s\n{self._last_words()}")
             time.sleep(0.1)
 
-    def stop(self) -> None:
+    def stop(self):
         """End everything that belongs to this cluster."""
         for path in sorted((self.folder / "pid").glob("slurm*.pid")):
             self._end_by_pid_file(path.name, signal.SIGTERM)
@@ -208,18 +204,18 @@ class Cluster:
             self._empty_freezer()
             subprocess.run(["umount", "-l", str(self.folder / "cgroup/freezer")], check=False, capture_output=True)
 
-    def _daemon(self, *command: str) -> None:
+    def _daemon(self, *command):
         done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=60)
         if done.returncode:
             raise RuntimeError(f"{command[0]}: {done.stderr or done.stdout}\n{self._last_words()}")
 
-    def _mount_freezer(self) -> bool:
+    def _mount_freezer(self):
         freezer = self.folder / "cgroup/freezer"
         freezer.mkdir()
         command = ["mount", "-t", "cgroup", "-o", "freezer", "cgroup", str(freezer)]
         return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
-    def _empty_freezer(self) -> None:
+    def _empty_freezer(self):
         for name in self.nodes:
             top = self.folder / f"cgroup/freezer/slurm_{name}"
             for folder in sorted(top.rglob("*"), reverse=True) if top.is_dir() else []:
@@ -229,7 +225,7 @@ class Cluster:
             with suppress(OSError):
                 top.rmdir()
 
-    def _processes(self) -> list[psutil.Process]:
+    def _processes(self):
         """Processes of jobs and daemons of this cluster, munged apart."""
         found = []
         for process in psutil.process_iter():
@@ -243,7 +239,7 @@ class Cluster:
                     found.append(process)
         return found
 
-    def _end_by_pid_file(self, name: str, number: signal.Signals) -> None:
+    def _end_by_pid_file(self, name, number):
         path = self.folder / "pid" / name
         try:
             process = psutil.Process(int(path.read_text()))
@@ -255,7 +251,7 @@ class Cluster:
             while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
                 time.sleep(0.02)
 
-    def _last_words(self) -> str:
+    def _last_words(self):
         words = []
         for path in sorted((self.folder / "log").glob("*.log")):
             with suppress(OSError):
@@ -263,7 +259,7 @@ class Cluster:
         return "\n".join(words)
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(count):
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -274,9 +270,9 @@ def _free_ports(count: int) -> list[int]:
             each.close()
 
 
-def _path() -> str:
+def _path():
     return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
-def lines_of(path: Path) -> Sequence[str]:
+def lines_of(path):
     return path.read_text().splitlines() if path.exists() else []

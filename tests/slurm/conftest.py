@@ -1,11 +1,8 @@
 """One cluster for all tests of this folder. Where Slurm is not installed they are skipped, and told why."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ MUST_ENV = "CKPTMAN_TEST_SLURM"
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     if absent := missing():
         why = f"not installed: {', '.join(absent)} (Debian: apt-get install slurmctld slurmd slurm-client munge)"
         if os.environ.get(MUST_ENV) == "must":
@@ -38,7 +35,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def lab(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def lab(cluster, tmp_path, monkeypatch):
     """The cluster, with this process as one of its users; and nothing left in its queue afterwards."""
     monkeypatch.chdir(tmp_path)
     for name, value in cluster.environ.items():
@@ -51,7 +48,7 @@ def lab(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.fixture(scope="session")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "text").write_text(Path(__file__).with_name("cluster.py").read_text())
     tokenize(folder / "tokens", [folder / "text"], vocab_size=300, workers=1)
@@ -59,7 +56,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def whole(tokens: Path, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tokens, cluster, tmp_path_factory):
     """The folder of a run of the bundled loop that nobody disturbed."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:

@@ -4,14 +4,10 @@ The state is gathered to full tensors, so it has one digest on any number of ran
 left out: each rank has its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,18 +20,18 @@ from ckptman.train.__main__ import main
 class Telling(ckptman.Checkpointer):
     told = Path()
 
-    def restore(self, *arguments: Any, **options: Any) -> int:
+    def restore(self, *arguments, **options):
         step = super().restore(*arguments, **options)
         self._tell("restored", step)
         return step
 
-    def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> str | None:
+    def step(self, step, metrics=None):
         reason = super().step(step, metrics)
         if self.should_stop():
             self._tell("stopped", step)
         return reason
 
-    def _tell(self, event: str, step: int) -> None:
+    def _tell(self, event, step):
         found = digest(self.state)
         if dist.get_rank() == 0:
             line = {"event": event, "step": step, "ranks": dist.get_world_size(), "digest": found}
@@ -43,7 +39,7 @@ class Telling(ckptman.Checkpointer):
                 file.write(json.dumps(line) + "\n")
 
 
-def digest(state: Mapping[str, Any]) -> str:
+def digest(state):
     """Of parameters, moments, learning rates, the schedule and the position in the data. Every rank calls it."""
     found = hashlib.sha256()
     model, optimizer = state["model"], state["optimizer"]
@@ -59,7 +55,7 @@ def digest(state: Mapping[str, Any]) -> str:
     return found.hexdigest()
 
 
-def _add(found: Any, name: str, value: Any) -> None:
+def _add(found, name, value):
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, torch.Tensor):
@@ -71,5 +67,5 @@ def _add(found: Any, name: str, value: Any) -> None:
 
 if __name__ == "__main__":
     Telling.told = Path(sys.argv[1])
-    ckptman.Checkpointer = Telling  # type: ignore[misc]
+    ckptman.Checkpointer = Telling
     sys.exit(main(sys.argv[2:]))

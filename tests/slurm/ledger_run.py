@@ -3,8 +3,6 @@
 The file PLAN has a word for each attempt of the chain; after them the run is finished.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -23,7 +21,7 @@ STEP_SECONDS, OWN_STEPS, SAVED_EVERY, SILENT_SECONDS = 0.1, 35, 10, 12
 WATCHDOG_SECONDS = 4.0
 
 
-def end(kind: str) -> None:
+def end(kind):
     """Bring about the end of this attempt. A node is killed by the test, which looks for a file."""
     if kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -44,7 +42,7 @@ def end(kind: str) -> None:
         time.sleep(1000)
 
 
-def main(plan: list[str]) -> int:
+def main(plan):
     number = int(os.environ["CKPTMAN_ATTEMPT"])
     kind = plan[number - 1] if number <= len(plan) else "finished"
     if kind == "no run":

@@ -1,9 +1,6 @@
 """Chains on a real Slurm: what is in the queue, who runs, and how it ends, whatever happens to the jobs."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,20 +8,19 @@ from ckptman.cli.app import main
 from ckptman.scheduler.chain_record import find_chains
 from tests.helpers.counting_run import counting, there
 from tests.helpers.scenarios import SCENARIOS, SRUN, Scene, names, play, script, submit
-from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.parametrize("name", names(real=True))
-def test_the_list(lab: Cluster, tmp_path: Path, name: str) -> None:
+def test_the_list(lab, tmp_path, name):
     scene = play(SCENARIOS[name], lab, tmp_path, 90)
     if "requeue" in name:
         first, second = scene.chain.attempts()
         assert (first.job_id, second.restart) == (second.job_id, 1)
 
 
-def test_a_chain_runs_until_it_is_finished(lab: Cluster, tmp_path: Path) -> None:
+def test_a_chain_runs_until_it_is_finished(lab, tmp_path):
     chain = submit(script(tmp_path, 'echo "attempt $CKPTMAN_ATTEMPT"; [ "$CKPTMAN_ATTEMPT" = 3 ] || exit 75'))
     Scene(lab, chain).over(30)
     assert chain.state.state == "finished"
@@ -33,7 +29,7 @@ def test_a_chain_runs_until_it_is_finished(lab: Cluster, tmp_path: Path) -> None
     assert [line for line in log.splitlines() if line.startswith("attempt")] == [f"attempt {n}" for n in (1, 2, 3)]
 
 
-def test_a_script_that_always_crashes(lab: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_always_crashes(lab, tmp_path, capsys):
     chain = submit(script(tmp_path, "echo 'ValueError: this is why' >&2; exit 3"))
     for number in (2, 3):  # each waits a minute or more: not here
         lab.wait(lambda number=number: len(chain.ends()) == number - 1, 60, "the attempt has not ended")
@@ -49,13 +45,13 @@ def test_a_script_that_always_crashes(lab: Cluster, tmp_path: Path, capsys: pyte
     assert "ValueError: this is why" in shown
 
 
-def running(lab: Cluster, folder: Path) -> str:
+def running(lab, folder):
     """Wait until the first attempt is at its place; the id of its job."""
     lab.wait(there(folder, 1).exists, 60, "the run has not begun")
     return next(job for job, state in lab.queue().items() if state == "RUNNING")
 
 
-def test_requeue_where_sbatch_is_forbidden(lab: Cluster, tmp_path: Path) -> None:
+def test_requeue_where_sbatch_is_forbidden(lab, tmp_path):
     chain = submit(script(tmp_path, f"{SRUN} {counting(tmp_path, 12, [5])}"), "--requeue")
     job = running(lab, tmp_path)
     lab.ask("scancel", "--signal=USR2", "--batch", job)
@@ -64,12 +60,10 @@ def test_requeue_where_sbatch_is_forbidden(lab: Cluster, tmp_path: Path) -> None
     assert [each.job_id for each in chain.attempts()] == [job, job]
 
 
-def test_twenty_at_once_paused_resumed_and_cancelled(
-    lab: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_twenty_at_once_paused_resumed_and_cancelled(lab, tmp_path, capsys):
     path = script(tmp_path, f"{SRUN} {counting(tmp_path, 12, [5])}")
 
-    def shown(verb: str) -> tuple[str, dict[str, str]]:
+    def shown(verb):
         assert main(["chain", verb]) == 0
         capsys.readouterr()
         assert main(["chain", "show", "--json"]) == 0
@@ -95,7 +89,7 @@ def test_twenty_at_once_paused_resumed_and_cancelled(
     assert (tmp_path / "root/step").read_text() == "5"  # the attempt that ran could save
 
 
-def test_names_with_everything_in_them(lab: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_with_everything_in_them(lab, tmp_path, monkeypatch):
     folder = tmp_path / "a 'b' \"c\" %j;$(touch x) `touch x`"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -110,7 +104,7 @@ def test_names_with_everything_in_them(lab: Cluster, tmp_path: Path, monkeypatch
     assert not list(tmp_path.rglob("x"))
 
 
-def test_what_sbatch_refuses(lab: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_sbatch_refuses(lab, tmp_path, capsys):
     assert main(["submit", str(script(tmp_path, "true", "--partition=none"))]) == 8
     told = capsys.readouterr().err
     assert "invalid partition" in told

@@ -1,7 +1,5 @@
 """A training in a container: signals, the outcome and the exit code come through."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys
@@ -11,7 +9,6 @@ import pytest
 
 from ckptman.cli.app import main
 from ckptman.scheduler.chain_record import find_chains
-from tests.slurm.cluster import Cluster
 from tests.slurm.test_templates import RANKS, WAITING, rendered
 
 BOUND = ("usr", "root", "home", "opt", "tmp")
@@ -19,9 +16,7 @@ BOUND = ("usr", "root", "home", "opt", "tmp")
 
 
 @pytest.mark.timeout(120)
-def test_the_warning_reaches_every_rank_in_its_container(
-    lab: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_warning_reaches_every_rank_in_its_container(lab, tmp_path, monkeypatch):
     runtime = shutil.which("ch-run")
     if runtime is None:
         pytest.skip("ch-run is not installed (Debian: apt-get install charliecloud)")
@@ -49,7 +44,7 @@ def test_the_warning_reaches_every_rank_in_its_container(
     assert chain.ends()[1].ending == "stopped", [path.read_text() for path in Path("logs").iterdir()]
 
 
-def small_image(folder: Path) -> Path:
+def small_image(folder):
     """An image without anything of its own: what is in it is bound."""
     for name in ("dev", "etc", "proc", "sys", "mnt", "run", "var", *BOUND):
         (folder / name).mkdir(parents=True)

@@ -1,11 +1,8 @@
 """A rank of the bundled loop is stopped (SIGSTOP) on a real Slurm: noticed, told, and over in the stated time."""
 
-from __future__ import annotations
-
 import sys
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,6 @@ from ckptman.format.paths import journal_path, stacks_path
 from ckptman.policies.hang_timeout import Patience
 from ckptman.runtime.journal import read_journal
 from tests.slurm.bundled import begin, check, script, trains
-from tests.slurm.cluster import Cluster
 
 PATIENCE = Patience(5.0)
 SILENT_SECONDS = 2.0 + 4 * PATIENCE.look_seconds
@@ -35,9 +31,7 @@ SPARE_SECONDS = 10.0
         ),
     ],
 )
-def test_a_rank_that_is_stopped(
-    lab: Cluster, tokens: Path, whole: Path, tmp_path: Path, rank: int, known: str, telling_seconds: float
-) -> None:
+def test_a_rank_that_is_stopped(lab, tokens, whole, tmp_path, rank, known, telling_seconds):
     # Far from any save: there the limits of the ranks are the same. The one at step 20 is the progress of the attempt.
     settings = {"run__watchdog_seconds": PATIENCE.floor_seconds, "checkpoint__every_steps": SAVED_EVERY}
     scene = begin(lab, script(tmp_path, tokens, python=sys.executable, **settings))

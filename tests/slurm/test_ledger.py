@@ -1,7 +1,5 @@
 """The ledger of a chain on a real Slurm, against Slurm's own accounting and what the loop wrote down of its steps."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -20,14 +18,13 @@ from ckptman.monitoring import ledger as ledger_module
 from ckptman.monitoring.ledger import KINDS
 from ckptman.monitoring.report import read_reports
 from tests.helpers.scenarios import Scene, script, submit
-from tests.slurm.cluster import Cluster
 from tests.slurm.ledger_run import OWN_STEPS, SILENT_SECONDS, STEP_SECONDS, WATCHDOG_SECONDS
 
 ENDINGS = ("stopped", "killed", "failed", "stalled", "silent", "requeued", "node", "deadline", "no run")
 LOST_STEPS = 5
 
 
-def accounting(lab: Cluster) -> list[tuple[str, float, float]]:
+def accounting(lab):
     """Id, beginning and end of each job that Slurm has written down, in unix seconds, to the second."""
     found = []
     for line in (lab.folder / "log/jobcomp.txt").read_text().splitlines():
@@ -44,7 +41,7 @@ def accounting(lab: Cluster) -> list[tuple[str, float, float]]:
         pytest.param(24, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)]),
     ],
 )
-def test_every_kind_of_end(lab: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_every_kind_of_end(lab, tmp_path, monkeypatch, count):
     seed = int(os.environ.get("CKPTMAN_SEED") or time.time_ns() % 2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -55,9 +52,9 @@ def test_every_kind_of_end(lab: Cluster, tmp_path: Path, monkeypatch: pytest.Mon
     chain = submit(script(tmp_path, f"exec {program}"), "--crash-limit", "100", "--stall-limit", "100")
     scene = Scene(lab, chain, "ledger_run.py")
     is_rolled_back = False
-    down: list[str] = []
+    down = []
 
-    def tend() -> set[str]:
+    def tend():
         """Do what the lab has to do, and return why jobs wait, for all that are there."""
         with suppress(FileNotFoundError):
             node = (tmp_path / "kill-node").read_text()

@@ -12,11 +12,9 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -39,14 +37,14 @@ MEMORY = {"checkpoint__memory": "true", "checkpoint__memory_steps": INTERVAL, "c
 WATCHDOG_SECONDS = 5.0
 
 
-def lose_memory(*names: str) -> None:
+def lose_memory(*names):
     """What nodes hold."""
     for name in names:
         for folder in Path(MEMORY_PATH).glob(f"ckptman-{os.getuid()}/*-{name}"):
             shutil.rmtree(folder)
 
 
-def cut_power(lab: Cluster, *names: str) -> None:
+def cut_power(lab, *names):
     """Of nodes: all that runs there is gone, and what their memory held."""
     for name in names:
         lab.kill_node(name)
@@ -54,12 +52,12 @@ def cut_power(lab: Cluster, *names: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def clean(lab: Cluster) -> Iterator[None]:
+def clean(lab):
     yield
     lose_memory(*lab.nodes)
 
 
-def sources(scene: Scene) -> list[tuple[int, str]]:
+def sources(scene):
     """The step of each restore, and where it was."""
     found = re.findall(r"restored step (\d+)( from memory)?", scene.log())
     return [(int(step), "memory" if memory else "disk") for step, memory in found]
@@ -68,11 +66,11 @@ def sources(scene: Scene) -> list[tuple[int, str]]:
 # ---- What happens ---------------------------------------------------------------------------------------------------
 
 
-def kill_rank(job: str, dice: random.Random) -> None:
+def kill_rank(job, dice):
     dice.choice(list(ranks(job).values())).kill()
 
 
-def kill_ranks_of_a_node(job: str, dice: random.Random) -> None:
+def kill_ranks_of_a_node(job, dice):
     there = list(ranks(job).values())
     node = node_of(dice.choice(there))
     for process in there:
@@ -80,11 +78,11 @@ def kill_ranks_of_a_node(job: str, dice: random.Random) -> None:
             process.kill()
 
 
-def kill_launcher(job: str, dice: random.Random) -> None:
-    dice.choice(list(ranks(job).values())).parent().kill()  # type: ignore[union-attr]
+def kill_launcher(job, dice):
+    dice.choice(list(ranks(job).values())).parent().kill()
 
 
-def run_out_of_memory(job: str, dice: random.Random) -> None:
+def run_out_of_memory(job, dice):
     """A rank gets a control group without memory, and the kernel ends it."""
     process = dice.choice(list(ranks(job).values()))
     group = Path(f"/sys/fs/cgroup/memory/ckptman-test-{process.pid}")
@@ -99,12 +97,12 @@ def run_out_of_memory(job: str, dice: random.Random) -> None:
             group.rmdir()
 
 
-def stop_rank(job: str, dice: random.Random) -> None:
+def stop_rank(job, dice):
     """It is silent, until its watchdog or that of the others ends it."""
     dice.choice(list(ranks(job).values())).send_signal(signal.SIGSTOP)
 
 
-KINDS: dict[str, Callable[[str, random.Random], None] | None] = {
+KINDS = {
     "a rank": kill_rank,
     "the ranks of a node": kill_ranks_of_a_node,
     "a launcher": kill_launcher,
@@ -135,7 +133,7 @@ class Storm:
     dice: random.Random
     struck: list[Struck] = field(default_factory=list)
 
-    def strike(self, kind: str, lost: Sequence[str] = ()) -> None:
+    def strike(self, kind, lost=()):
         """Do something to it, wait until it trains again, and let it train for a while. `lost`: nodes without power."""
         job = self.scene.chain.attempts()[-1].job_id
         act = KINDS[kind]
@@ -159,33 +157,33 @@ class Storm:
         self.struck.append(Struck(kind, done, after[0][0] - at, sources(self.scene)[-1][1], after[0][1]))
         print(self.struck[-1], f"of job {job}", flush=True)
 
-    def until(self, done: Callable[[], object], what: str) -> None:
-        def looked() -> bool:
+    def until(self, done, what):
+        def looked():
             if set(self.lab.queue().values()) == {"PENDING"}:
                 self.scene._hurry()
             return bool(done())
 
         self.scene.until(looked, 150, what)
 
-    def is_down(self, name: str) -> bool:
+    def is_down(self, name):
         """Whether Slurm knows that a node is gone."""
         return "down" in self.lab.ask("sinfo", "-h", "-n", name, "-o", "%T")
 
-    def start_after(self, at: float) -> float:
+    def start_after(self, at):
         """When the ranks were started last, if that was later; else 0."""
         events, _ = read_journal(journal_path(self.folder / "ck"))
         return max(
             (each["time"] for each in events if each["event"] == "attempt_started" and each["time"] > at), default=0
         )
 
-    def steps_after(self, begin: float, end: float = math.inf) -> list[tuple[float, int]]:
+    def steps_after(self, begin, end=math.inf):
         """When steps were logged, and their numbers."""
         path = self.folder / "steps.jsonl"
         logged = read_journal(path)[0] if path.exists() else []
         return [(each["time"], each["step"]) for each in logged if begin < each["time"] < end]
 
 
-def storm_of(lab: Cluster, folder: Path, tokens: Path, dice: random.Random, *keys: str, **settings: Any) -> Storm:
+def storm_of(lab, folder, tokens, dice, *keys, **settings):
     """Begin a chain, and wait until it trains. `keys`: of the template; `settings`: of the loop."""
     folder.mkdir()
     os.chdir(folder)
@@ -194,13 +192,13 @@ def storm_of(lab: Cluster, folder: Path, tokens: Path, dice: random.Random, *key
     return Storm(lab, scene, folder, dice)
 
 
-def dice_of_the_day() -> random.Random:
+def dice_of_the_day():
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     return random.Random(seed)
 
 
-def test_a_node_dies_and_its_job_brings_memory_to_disk(lab: Cluster, tokens: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_node_dies_and_its_job_brings_memory_to_disk(lab, tokens, whole, tmp_path):
     storm = storm_of(lab, tmp_path / "struck", tokens, dice_of_the_day(), "restarts=2", **MEMORY)
     storm.strike("power", storm.scene.nodes()[1:])
     assert (storm.folder / "ck" / step_folder(storm.struck[0].first_step - 1)).exists(), (
@@ -212,7 +210,7 @@ def test_a_node_dies_and_its_job_brings_memory_to_disk(lab: Cluster, tokens: Pat
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("a_node", "spare"), [(1, 0), (1, 1), (2, 0)])
-def test_ten_faults_of_six_kinds(lab: Cluster, tokens: Path, tmp_path: Path, a_node: int, spare: int) -> None:
+def test_ten_faults_of_six_kinds(lab, tokens, tmp_path, a_node, spare):
     dice = dice_of_the_day()
     keys, run_steps = ["nodes=4", f"tasks_per_node={a_node}"], 300
     known = tmp_path / "whole"
@@ -232,7 +230,7 @@ def test_ten_faults_of_six_kinds(lab: Cluster, tokens: Path, tmp_path: Path, a_n
 
 
 @pytest.mark.campaign
-def test_two_nodes_die_at_once_and_the_disk_is_what_is_left(lab: Cluster, tokens: Path, tmp_path: Path) -> None:
+def test_two_nodes_die_at_once_and_the_disk_is_what_is_left(lab, tokens, tmp_path):
     keys = ("nodes=4", "tasks_per_node=1", "restarts=2")
     storm = storm_of(
         lab, tmp_path / "struck", tokens, dice_of_the_day(), *keys, **{**MEMORY, "checkpoint__every_steps": 7}
@@ -245,7 +243,7 @@ def test_two_nodes_die_at_once_and_the_disk_is_what_is_left(lab: Cluster, tokens
 
 
 @pytest.mark.campaign
-def test_seconds_until_it_trains_again(lab: Cluster, tokens: Path, tmp_path: Path) -> None:
+def test_seconds_until_it_trains_again(lab, tokens, tmp_path):
     """No bar: prints what a killed rank costs from memory and from disk in the same job, and in a new one."""
     dice = dice_of_the_day()
     for name, keys, settings in (

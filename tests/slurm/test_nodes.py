@@ -1,28 +1,21 @@
 """Bad nodes and arrays on a real Slurm: the next attempt is elsewhere, and each task has a chain of its own."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-
 import pytest
 
 from ckptman.cli.app import main
 from ckptman.scheduler.chain_record import find_chains
 from tests.helpers.scenarios import script, submit
-from tests.slurm.cluster import CRED_SECONDS, Cluster
+from tests.slurm.cluster import CRED_SECONDS
 
 pytestmark = pytest.mark.timeout(240)
 
 
-def ended(lab: Cluster, timeout_seconds: float = 60) -> None:
+def ended(lab, timeout_seconds=60):
     lab.wait(lambda: not lab.queue(), timeout_seconds, "the chain goes on")
 
 
 @pytest.mark.parametrize("mode", [[], ["--upfront", "3"], ["--requeue"]], ids=["successor", "upfront", "requeue"])
-def test_the_next_attempt_leaves_out_the_nodes_that_were_reported(
-    lab: Cluster, tmp_path: Path, mode: Sequence[str]
-) -> None:
+def test_the_next_attempt_leaves_out_the_nodes_that_were_reported(lab, tmp_path, mode):
     body = """
     echo "ECC errors" > "$CKPTMAN_OUTCOME.node-$SLURMD_NODENAME"
     [ "$CKPTMAN_ATTEMPT" = 3 ] || exit 75
@@ -33,7 +26,7 @@ def test_the_next_attempt_leaves_out_the_nodes_that_were_reported(
     assert len({each.nodes for each in chain.attempts()}) == 3
 
 
-def test_no_attempt_waits_for_nodes_that_are_left_out(lab: Cluster, tmp_path: Path) -> None:
+def test_no_attempt_waits_for_nodes_that_are_left_out(lab, tmp_path):
     body = """
     echo bad > "$CKPTMAN_OUTCOME.node-$SLURMD_NODENAME"
     [ "$CKPTMAN_ATTEMPT" = 3 ] || exit 75
@@ -44,7 +37,7 @@ def test_no_attempt_waits_for_nodes_that_are_left_out(lab: Cluster, tmp_path: Pa
     assert "without them it could not run now" in (tmp_path / "log").read_text()
 
 
-def test_an_exclusion_ends_where_the_nodes_are_needed(lab: Cluster, tmp_path: Path) -> None:
+def test_an_exclusion_ends_where_the_nodes_are_needed(lab, tmp_path):
     """Another node is drained meanwhile: sbatch would still take the exclusion, and the job would wait for ever."""
     body = """
     echo bad > "$CKPTMAN_OUTCOME.node-$SLURMD_NODENAME"
@@ -62,7 +55,7 @@ def test_an_exclusion_ends_where_the_nodes_are_needed(lab: Cluster, tmp_path: Pa
     assert chain.state.state == "finished"
 
 
-def test_a_node_that_died_is_left_out(lab: Cluster, tmp_path: Path) -> None:
+def test_a_node_that_died_is_left_out(lab, tmp_path):
     body = '[ "$CKPTMAN_ATTEMPT" = 1 ] || exit 0; touch there; sleep 60 & wait'
     chain = submit(script(tmp_path, body, "--nodes=2", "--no-requeue"))
     lab.wait((tmp_path / "there").exists, 30, "it does not run")
@@ -76,7 +69,7 @@ def test_a_node_that_died_is_left_out(lab: Cluster, tmp_path: Path) -> None:
     assert second not in lab.ask("scontrol", "show", "hostnames", chain.attempts()[1].nodes).split()
 
 
-def test_each_task_of_an_array_is_a_chain(lab: Cluster, tmp_path: Path) -> None:
+def test_each_task_of_an_array_is_a_chain(lab, tmp_path):
     body = 'echo "$SLURM_ARRAY_TASK_ID" >> "task-$SLURM_ARRAY_TASK_ID"; [ "$CKPTMAN_ATTEMPT" = 2 ] || exit 75'
     assert main(["submit", str(script(tmp_path, body, "--array=1,3"))]) == 0
     ended(lab)

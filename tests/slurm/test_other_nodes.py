@@ -1,7 +1,5 @@
 """A chain whose attempts have 2 nodes, 1 node and 2 nodes: each goes on from the state that the last one left."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,14 +7,13 @@ import pytest
 
 from tests.helpers.scenarios import warn
 from tests.slurm.bundled import STEPS, begin, script, steps, trains
-from tests.slurm.cluster import Cluster
 
 DIGESTS = Path(__file__).with_name("digests.py")
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
-def test_two_nodes_then_one_then_two(lab: Cluster, tokens: Path, tmp_path: Path) -> None:
+def test_two_nodes_then_one_then_two(lab, tokens, tmp_path):
     told = tmp_path / "told.jsonl"
     scene = begin(lab, script(tmp_path, tokens, program=f"{DIGESTS} {told}"))
     for number, nodes in ((1, 1), (2, 2)):

@@ -1,16 +1,10 @@
 """Restarts inside the allocation: the bundled loop under the torchrun template, on a real Slurm, 2 nodes x 2 ranks."""
 
-from __future__ import annotations
-
 import signal
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.slurm.bundled import INTERVAL, check, trains
-from tests.slurm.cluster import Cluster
 from tests.slurm.torchrun_chain import begin, node_of, programs, ranks, starts
 
 __all__ = ["programs"]
@@ -25,9 +19,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("programs")]
         pytest.param(signal.SIGSTOP, {"run__watchdog_seconds": 5.0}, id="hung", marks=pytest.mark.campaign),
     ],
 )
-def test_ranks_are_restarted_within_the_job(
-    lab: Cluster, tokens: Path, whole: Path, tmp_path: Path, number: signal.Signals, settings: Mapping[str, Any]
-) -> None:
+def test_ranks_are_restarted_within_the_job(lab, tokens, whole, tmp_path, number, settings):
     scene = begin(lab, tmp_path, tokens, "restarts=2", **settings)
     job = trains(scene, tmp_path, 1)
     ranks(job)[3].send_signal(number)
@@ -37,7 +29,7 @@ def test_ranks_are_restarted_within_the_job(
     check(tmp_path, whole, allowed=INTERVAL)
 
 
-def test_a_planned_stop_is_no_crash(lab: Cluster, tokens: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_planned_stop_is_no_crash(lab, tokens, whole, tmp_path):
     scene = begin(lab, tmp_path, tokens, "restarts=2")
     job = trains(scene, tmp_path, 1)
     ranks(job)[3].send_signal(signal.SIGUSR1)  # nobody else is told, and torchrun least of all
@@ -48,7 +40,7 @@ def test_a_planned_stop_is_no_crash(lab: Cluster, tokens: Path, whole: Path, tmp
     check(tmp_path, whole, allowed=0)
 
 
-def test_a_spare_node_replaces_one_that_dies(lab: Cluster, tokens: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_spare_node_replaces_one_that_dies(lab, tokens, whole, tmp_path):
     scene = begin(lab, tmp_path, tokens, "restarts=2", "spare_nodes=1")
     job = trains(scene, tmp_path, 1)
     training = {node_of(each) for each in ranks(job).values()}
@@ -66,9 +58,7 @@ def test_a_spare_node_replaces_one_that_dies(lab: Cluster, tokens: Path, whole: 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("place", [0, 1], ids=["the first", "another"])
-def test_a_node_that_nobody_replaces_ends_the_attempt(
-    lab: Cluster, tokens: Path, whole: Path, tmp_path: Path, place: int
-) -> None:
+def test_a_node_that_nobody_replaces_ends_the_attempt(lab, tokens, whole, tmp_path, place):
     scene = begin(lab, tmp_path, tokens, "restarts=2")
     trains(scene, tmp_path, 1)
     dead = scene.nodes()[place]

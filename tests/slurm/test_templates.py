@@ -1,7 +1,5 @@
 """Each template, submitted to a real Slurm: who runs, what it is told, how it ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -14,7 +12,6 @@ import pytest
 
 from ckptman.cli.app import main
 from ckptman.scheduler.chain_record import find_chains
-from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -48,14 +45,14 @@ sys.exit(75 if stop else 1)
 """
 
 
-def rendered(name: str, values: dict[str, str], *options: str) -> Path:
+def rendered(name, values, *options):
     Path("logs").mkdir(exist_ok=True)
     settings = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
     assert main(["template", name, "-o", f"{name}.sbatch", *settings, *options]) == 0
     return Path(f"{name}.sbatch")
 
 
-def program(name: str, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def program(name, body, monkeypatch):
     """A program of this name, in the place of a real one."""
     path = Path("bin", name)
     path.parent.mkdir(exist_ok=True)
@@ -64,18 +61,18 @@ def program(name: str, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{path.parent.resolve()}{os.pathsep}{os.environ['PATH']}")
 
 
-def sbatch(*arguments: str) -> str:
+def sbatch(*arguments):
     command = ["sbatch", "--parsable", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def log_of(job: str) -> str:
+def log_of(job):
     return "\n".join(path.read_text() for path in sorted(Path("logs").glob(f"*-{job}*.out")))
 
 
-def ended(lab: Cluster, job: str, timeout_seconds: float = 60) -> tuple[int, str]:
+def ended(lab, job, timeout_seconds=60):
     """The exit code of a job, and its log."""
     deadline = time.monotonic() + timeout_seconds
     while any(each.split("_")[0] == job for each in lab.queue()):
@@ -86,7 +83,7 @@ def ended(lab: Cluster, job: str, timeout_seconds: float = 60) -> tuple[int, str
     return max(int(code) for code, _ in found), log_of(job)
 
 
-def ranks(log: str, job: str, port_of: str | None = None) -> list[tuple[int, int, str]]:
+def ranks(log, job, port_of=None):
     """(rank, ranks, node) of each line that TELL wrote; all of them at the first node, at the port of the job."""
     pattern = r"rank (\d+) of (\d+) on (\w+) at (\w+):(\d+) until (\d+)"
     found = re.findall(pattern, log)
@@ -99,7 +96,7 @@ def ranks(log: str, job: str, port_of: str | None = None) -> list[tuple[int, int
 
 
 @pytest.mark.parametrize("name", ["generic", "leonardo", "lumi", "superpod"])
-def test_one_task_for_each_rank(lab: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_one_task_for_each_rank(lab, tmp_path, monkeypatch, name):
     program("singularity", 'echo "singularity ${SINGULARITY_BIND:-without} $1 $2"; shift 3; exec "$@"', monkeypatch)
     program("nvidia-smi", 'echo "nvidia-smi $*"; exec sleep 60', monkeypatch)
     monkeypatch.setenv("SINGULARITY_BIND", "/hides/everything")
@@ -125,7 +122,7 @@ def test_one_task_for_each_rank(lab: Cluster, tmp_path: Path, monkeypatch: pytes
         assert told.count("nvidia-smi dmon -s pucvmet -o DT -d 10") == 2
 
 
-def test_one_torchrun_for_each_node(lab: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_torchrun_for_each_node(lab, tmp_path, monkeypatch):
     program(
         "torchrun",
         f'echo "torchrun $*"; echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT cpus $OMP_NUM_THREADS"; {TELL}; {LEAVE}',
@@ -142,9 +139,7 @@ def test_one_torchrun_for_each_node(lab: Cluster, tmp_path: Path, monkeypatch: p
     assert "600 cpus 1" in log
 
 
-def test_torchrun_itself_understands_its_arguments(
-    lab: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scontrol_that_knows_hosts: None
-) -> None:
+def test_torchrun_itself_understands_its_arguments(lab, tmp_path, monkeypatch, scontrol_that_knows_hosts):
     launcher = Path(sys.executable).with_name("torchrun")
     if not launcher.exists():
         pytest.skip("torchrun is not beside this Python")
@@ -160,7 +155,7 @@ def test_torchrun_itself_understands_its_arguments(
 
 
 @pytest.fixture
-def scontrol_that_knows_hosts(lab: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def scontrol_that_knows_hosts(lab, monkeypatch, tmp_path):
     """The nodes of this cluster have names that no resolver knows: they are all here."""
     real = next(each for each in map(Path, os.environ["PATH"].split(os.pathsep)) if (each / "scontrol").exists())
     program(
@@ -170,14 +165,14 @@ def scontrol_that_knows_hosts(lab: Cluster, monkeypatch: pytest.MonkeyPatch, tmp
     )
 
 
-def _over(lab: Cluster) -> str:
+def _over(lab):
     lab.wait(lambda: not lab.queue(), 90, "the job goes on")
     [chain] = find_chains(Path.cwd())
     return f"{chain.state} {[path.read_text() for path in Path('logs').iterdir()]}"
 
 
 @pytest.mark.parametrize("how", ["submit", "sbatch"])
-def test_the_warning_reaches_every_rank(lab: Cluster, tmp_path: Path, how: str) -> None:
+def test_the_warning_reaches_every_rank(lab, tmp_path, how):
     (tmp_path / "wait.py").write_text(WAITING)
     path = rendered("generic", {**RANKS, "command": shlex.join([sys.executable, "-S", "wait.py", "."])})
     if how == "submit":
@@ -194,14 +189,14 @@ def test_the_warning_reaches_every_rank(lab: Cluster, tmp_path: Path, how: str) 
 
 
 @pytest.mark.parametrize(("state", "code"), [("stopped", 75), ("running", 143)])
-def test_ranks_that_end_one_after_another(lab: Cluster, tmp_path: Path, state: str, code: int) -> None:
+def test_ranks_that_end_one_after_another(lab, tmp_path, state, code):
     # The first is taken for a failure by srun, which ends the others.
     leave = f'echo \'"state": "{state}"\' > "$CKPTMAN_OUTCOME"; [ $SLURM_PROCID = 1 ] || sleep 20; exit 75'
     path = rendered("generic", {**RANKS, "command": shlex.join(["sh", "-c", leave])})
     assert ended(lab, sbatch(str(path)))[0] == code
 
 
-def test_a_matrix_runs_each_point_on_as_much_as_it_says(lab: Cluster, tmp_path: Path) -> None:
+def test_a_matrix_runs_each_point_on_as_much_as_it_says(lab, tmp_path):
     command = shlex.join(["sh", "-c", f'echo "point $SCALING_POINT"; {TELL}'])
     values = {**SMALL, "gpus_per_node": "0", "matrix": "1x1 1x3 2x2", "command": command}
     path = rendered("scaling-matrix", values)
@@ -222,7 +217,7 @@ def test_a_matrix_runs_each_point_on_as_much_as_it_says(lab: Cluster, tmp_path: 
     assert "submit it with --nodes=2" in log
 
 
-def test_tokens_first_then_the_training(lab: Cluster, tmp_path: Path) -> None:
+def test_tokens_first_then_the_training(lab, tmp_path):
     first = rendered("tokenize", {**SMALL, "command": "sh -c 'sleep 1; echo tokens > tokens; exit 0'"})
     then = rendered("generic", {**RANKS, "command": "cat tokens"})
     before = sbatch(str(first))
@@ -237,7 +232,7 @@ def test_tokens_first_then_the_training(lab: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "code"), [("verify", 3), ("prune", 3)])
-def test_jobs_on_cpus_end_with_the_code_of_the_command(lab: Cluster, tmp_path: Path, name: str, code: int) -> None:
+def test_jobs_on_cpus_end_with_the_code_of_the_command(lab, tmp_path, name, code):
     venv = Path(sys.executable).parents[1]
     command = shlex.join(["ckptman", name, "nowhere"])
     values = {**SMALL, "command": command, "setup": f"export PATH={shlex.quote(str(venv / 'bin'))}:$PATH"}
@@ -246,7 +241,7 @@ def test_jobs_on_cpus_end_with_the_code_of_the_command(lab: Cluster, tmp_path: P
     assert "there is no checkpoint root nowhere" in log
 
 
-def test_values_with_everything_in_them(lab: Cluster, tmp_path: Path) -> None:
+def test_values_with_everything_in_them(lab, tmp_path):
     folder = tmp_path / "logs 'x' \"y\" #z;$(touch made) `touch made`"
     folder.mkdir()
     name = "a 'b' \"c\" $(touch made) `touch made` #d;&|<>*?!é"

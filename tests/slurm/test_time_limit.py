@@ -1,20 +1,15 @@
 """A run of the bundled loop that is longer than Slurm's shortest time limit: no signal, and not one step twice."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.slurm.bundled import begin, check, paced, script
-from tests.slurm.cluster import Cluster
 
 STEP_SECONDS = 2.5
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
-def test_five_attempts_of_one_minute(lab: Cluster, tokens: Path, whole: Path, tmp_path: Path) -> None:
+def test_five_attempts_of_one_minute(lab, tokens, whole, tmp_path):
     path = script(tmp_path, tokens, program=paced(STEP_SECONDS), minutes=1, checkpoint__margin_seconds=10)
     scene = begin(lab, path)
     scene.finishes(800)

@@ -1,14 +1,8 @@
 """The bundled loop on a real Slurm, 2 nodes x 2 ranks: stopped and killed in many ways, it repeats the whole run."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-
 import pytest
 
 from tests.helpers.scenarios import (
-    Act,
     cancel,
     cut_the_power,
     cut_the_power_of_the_first,
@@ -26,11 +20,10 @@ from tests.helpers.scenarios import (
     warn,
 )
 from tests.slurm.bundled import INTERVAL, check, disturbed, paced
-from tests.slurm.cluster import Cluster
 
 
 @pytest.mark.timeout(300)
-def test_a_warning_and_a_killed_rank(lab: Cluster, tokens: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_warning_and_a_killed_rank(lab, tokens, whole, tmp_path):
     scene = disturbed(lab, tmp_path, tokens, [warn, kill_a_rank])
     assert [end.ending for end in scene.chain.ends().values()] == ["stopped", "crashed", "finished"]
     check(tmp_path, whole, allowed=INTERVAL)
@@ -50,9 +43,7 @@ def test_a_warning_and_a_killed_rank(lab: Cluster, tokens: Path, whole: Path, tm
         pytest.param([restart_the_controller, end_without_a_controller], 0, id="a controller restarted"),
     ],
 )
-def test_all_in_turn(
-    lab: Cluster, tokens: Path, whole: Path, tmp_path: Path, acts: Sequence[Act], allowed: int
-) -> None:
+def test_all_in_turn(lab, tokens, whole, tmp_path, acts, allowed):
     scene = disturbed(lab, tmp_path, tokens, acts)
     assert len(scene.chain.attempts()) == len(acts) + 1
     check(tmp_path, whole, allowed)
@@ -60,6 +51,6 @@ def test_all_in_turn(
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
-def test_a_slurmd_that_dies(lab: Cluster, tokens: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_slurmd_that_dies(lab, tokens, whole, tmp_path):
     disturbed(lab, tmp_path, tokens, [kill_slurmd, kill_slurmd_of_the_first], paced(0))
     check(tmp_path, whole, allowed=2 * INTERVAL)

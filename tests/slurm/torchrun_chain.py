@@ -1,12 +1,9 @@
 """The bundled loop as a chain of torchrun's jobs, from the template: ranks are restarted within a job."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +14,6 @@ from ckptman.runtime.journal import read_journal
 from ckptman.scheduler.chain_record import find_chains
 from tests.helpers.scenarios import Scene
 from tests.slurm.bundled import SHAPE, paced
-from tests.slurm.cluster import Cluster
 
 PYTHON = Path(sys.executable)
 # All nodes are this host: of their launchers that of the first node is told that it keeps the store of the rendezvous.
@@ -30,7 +26,7 @@ SCONTROL = '#!/bin/bash\n[ "$1" = show ] && [ "$2" = hostnames ] && exec echo 12
 
 
 @pytest.fixture
-def programs(lab: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def programs(lab, tmp_path, monkeypatch):
     """What the batch script finds in its PATH."""
     if not PYTHON.with_name("torchrun").exists():
         pytest.skip("torchrun is not beside this Python")
@@ -48,7 +44,7 @@ def programs(lab: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PATH", os.pathsep.join([str(folder), str(PYTHON.parent), os.environ["PATH"]]))
 
 
-def begin(lab: Cluster, folder: Path, tokens: Path, *keys: str, longer_seconds: float = 0.05, **settings: Any) -> Scene:
+def begin(lab, folder, tokens, *keys, longer_seconds=0.05, **settings):
     """A chain of the bundled loop, each step of which takes so much longer. `keys`: of the template; `settings`: of the
     loop, with __ for the dot."""
     (folder / "run.toml").write_text("")
@@ -63,7 +59,7 @@ def begin(lab: Cluster, folder: Path, tokens: Path, *keys: str, longer_seconds: 
     return Scene(lab, find_chains(folder)[-1])
 
 
-def ranks(job: str) -> dict[int, psutil.Process]:
+def ranks(job):
     """The workers of a job, by their ranks."""
     found = {}
     for process in psutil.process_iter():
@@ -76,11 +72,11 @@ def ranks(job: str) -> dict[int, psutil.Process]:
     return found
 
 
-def starts(folder: Path) -> list[str]:
+def starts(folder):
     """The job of each start of the ranks."""
     events, _ = read_journal(journal_path(folder / "ck"))
     return [event["job_id"] for event in events if event["event"] == "attempt_started"]
 
 
-def node_of(process: psutil.Process) -> str:
+def node_of(process):
     return process.environ()["SLURMD_NODENAME"]

@@ -1,11 +1,8 @@
 """What is asked of accelerators, and the pretended one that shows what is not asked."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,13 +10,13 @@ import torch
 from ckptman.loading.read_tensors import Uploads
 from ckptman.state import accelerators
 from ckptman.state.accelerators import BUFFERS, is_capturing
-from tests.helpers.fake_device import GARBAGE, FakeDevice, fake_devices
+from tests.helpers.fake_device import GARBAGE, fake_devices
 
 ZERO, ONE = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+def device(monkeypatch):
     monkeypatch.setattr(accelerators, "_free", deque())
     monkeypatch.setattr(accelerators, "_warned", False)
     with fake_devices(count=2) as made:
@@ -29,7 +26,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
 # ---- the pretended device --------------------------------------------------------------------------------------------
 
 
-def test_a_copy_that_nobody_waited_for_is_not_there(device: FakeDevice) -> None:
+def test_a_copy_that_nobody_waited_for_is_not_there(device):
     source, target = device.tensor(torch.ones(10)), torch.empty(10, pin_memory=True).zero_()
     with device.main.held():
         target.copy_(source, non_blocking=True)
@@ -40,7 +37,7 @@ def test_a_copy_that_nobody_waited_for_is_not_there(device: FakeDevice) -> None:
     assert target.sum() == 10
 
 
-def test_memory_that_is_freed_is_written_over_by_what_comes_next_on_its_stream(device: FakeDevice) -> None:
+def test_memory_that_is_freed_is_written_over_by_what_comes_next_on_its_stream(device):
     source, target = device.tensor(torch.ones(10)), torch.empty(10, pin_memory=True).zero_()
     side = device.Stream(ZERO)
     with side.held():
@@ -52,7 +49,7 @@ def test_memory_that_is_freed_is_written_over_by_what_comes_next_on_its_stream(d
     assert target.view(torch.uint8).unique().tolist() == [GARBAGE]
 
 
-def test_streams_wait_for_each_other_and_no_more(device: FakeDevice) -> None:
+def test_streams_wait_for_each_other_and_no_more(device):
     tensor, side = device.tensor(torch.ones(10)), device.Stream(ZERO)
     with device.main.held():
         tensor.add_(1)
@@ -65,7 +62,7 @@ def test_streams_wait_for_each_other_and_no_more(device: FakeDevice) -> None:
     assert device.values(tensor * 2 - 1).unique().tolist() == [11.0]
 
 
-def test_a_capture_keeps_what_is_done_and_breaks_at_what_is_not_allowed(device: FakeDevice) -> None:
+def test_a_capture_keeps_what_is_done_and_breaks_at_what_is_not_allowed(device):
     tensor, outside = device.tensor(torch.zeros(10)), device.main.record_event()
     with device.capture() as graph:
         assert is_capturing()
@@ -80,7 +77,7 @@ def test_a_capture_keeps_what_is_done_and_breaks_at_what_is_not_allowed(device: 
             what()
 
 
-def test_a_device_that_has_failed_stays_so(device: FakeDevice) -> None:
+def test_a_device_that_has_failed_stays_so(device):
     tensor = device.tensor(torch.zeros(10))
     device.main.submit(lambda: 1 / 0)
     for _ in range(2):
@@ -93,7 +90,7 @@ def test_a_device_that_has_failed_stays_so(device: FakeDevice) -> None:
 # ---- uploads ---------------------------------------------------------------------------------------------------------
 
 
-def test_uploads_pass_through_a_few_buffers_and_are_there_in_the_end(device: FakeDevice) -> None:
+def test_uploads_pass_through_a_few_buffers_and_are_there_in_the_end(device):
     targets = [device.tensor(torch.zeros(50, dtype=torch.int32)) for _ in range(3 * BUFFERS)]
     scratch, uploads = torch.empty(50, dtype=torch.int32), Uploads()
     with device.main.held():
@@ -115,13 +112,13 @@ def test_uploads_pass_through_a_few_buffers_and_are_there_in_the_end(device: Fak
     assert int(on_host.unique()) == -1
 
 
-def test_threads_that_upload_ask_for_nothing_on_another_device(device: FakeDevice) -> None:
+def test_threads_that_upload_ask_for_nothing_on_another_device(device):
     device.set_device(1)
     targets = [device.tensor(torch.zeros(50), 1) for _ in range(3 * BUFFERS)]
     uploads = Uploads()
     put = uploads.to(ONE)
 
-    def upload() -> None:
+    def upload():
         for each in targets:
             put(each, torch.ones(50))
 
@@ -133,8 +130,8 @@ def test_threads_that_upload_ask_for_nothing_on_another_device(device: FakeDevic
     assert device.contexts == {1}
 
 
-def test_uploads_need_no_pinned_memory(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> torch.Tensor:
+def test_uploads_need_no_pinned_memory(device, monkeypatch):
+    def refuse(*_, **__):
         raise RuntimeError("CUDA error: out of memory")
 
     target, scratch, uploads = device.tensor(torch.zeros(50)), torch.ones(50), Uploads()

@@ -1,12 +1,9 @@
 """Containers that are known before a byte is copied, and files composed of them piece by piece."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import random
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +25,7 @@ SHAPES = [(), (0,), (3, 0, 2), (1,), (5, 7), (2, 3, 4, 5, 6), (1, 1, 1), (100_00
 # ---- containers ------------------------------------------------------------------------------------------------------
 
 
-def container_of(tensor: torch.Tensor) -> bytes:
+def container_of(tensor):
     frame = frame_of(tensor.dtype, tuple(tensor.shape))
     payload = bytes(bits(tensor).numpy())
     assert len(payload) == frame.payload_bytes
@@ -36,7 +33,7 @@ def container_of(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", SAVED, ids=name_of)
-def test_a_frame_around_a_payload_is_a_file_of_torch_save(dtype: torch.dtype) -> None:
+def test_a_frame_around_a_payload_is_a_file_of_torch_save(dtype):
     for shape in SHAPES:
         tensor = noise(dtype, *shape)
         data = container_of(tensor)
@@ -49,13 +46,13 @@ def test_a_frame_around_a_payload_is_a_file_of_torch_save(dtype: torch.dtype) ->
         )
 
 
-def saved(value: object, **options: object) -> bytes:
+def saved(value, **options):
     out = io.BytesIO()
-    torch.save(value, out, **options)  # type: ignore[arg-type]
+    torch.save(value, out, **options)
     return out.getvalue()
 
 
-def test_the_payload_of_what_torch_saved_is_found() -> None:
+def test_the_payload_of_what_torch_saved_is_found():
     for dtype in SAVED:
         for shape in SHAPES:
             tensor = noise(dtype, *shape)
@@ -65,7 +62,7 @@ def test_the_payload_of_what_torch_saved_is_found() -> None:
             assert data[at : at + tensor.nbytes] == bytes(bits(tensor).numpy()), (dtype, shape)
 
 
-def test_the_payload_is_found_with_other_alignments() -> None:
+def test_the_payload_is_found_with_other_alignments():
     from torch.utils.serialization import config
 
     tensor = noise(torch.float32, 33)
@@ -98,13 +95,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_what_only_torch_load_can_read_is_left_to_it(kind: str) -> None:
+def test_what_only_torch_load_can_read_is_left_to_it(kind):
     value = OTHERS[kind]
     shape, dtype = tuple(getattr(value, "shape", (6, 8))), getattr(value, "dtype", torch.float32)
     assert payload_of(io.BytesIO(saved(value)), dtype, shape) is None
 
 
-def test_what_is_no_such_container_is_left_to_torch_load(tmp_path: Path) -> None:
+def test_what_is_no_such_container_is_left_to_torch_load(tmp_path):
     tensor = noise(torch.float32, 4, 8)
     data = saved(tensor)
     assert payload_of(io.BytesIO(data), torch.float32, (4, 8)) is not None
@@ -122,7 +119,7 @@ def test_what_is_no_such_container_is_left_to_torch_load(tmp_path: Path) -> None
     assert payload_of(packed, torch.float32, (4, 8)) is None
 
 
-def test_a_big_endian_payload_is_left_to_torch_load() -> None:
+def test_a_big_endian_payload_is_left_to_torch_load():
     data, swapped = saved(noise(torch.float32, 8)), io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(swapped, "w") as target:
         for info in source.infolist():
@@ -131,7 +128,7 @@ def test_a_big_endian_payload_is_left_to_torch_load() -> None:
     assert payload_of(swapped, torch.float32, (8,)) is None
 
 
-def test_a_shape_that_looks_like_a_zip_record(tmp_path: Path) -> None:
+def test_a_shape_that_looks_like_a_zip_record(tmp_path):
     shape = (0x08074B50,)
     frame = frame_of(torch.uint8, shape)
     with (tmp_path / "x").open("wb+") as file:
@@ -143,7 +140,7 @@ def test_a_shape_that_looks_like_a_zip_record(tmp_path: Path) -> None:
         assert payload_of(file, torch.uint8, (0x08074B51,)) is None
 
 
-def test_a_frame_does_not_depend_on_the_default_device() -> None:
+def test_a_frame_does_not_depend_on_the_default_device():
     expected = frame_of(torch.float32, (17, 19))
     frame_of.cache_clear()
     try:
@@ -153,21 +150,21 @@ def test_a_frame_does_not_depend_on_the_default_device() -> None:
         frame_of.cache_clear()
 
 
-def test_which_tensors_are_plain() -> None:
+def test_which_tensors_are_plain():
     assert all(map(is_plain, (BASE, BASE.T, nn.Parameter(BASE), nn.Buffer(BASE), BASE.to(torch.float8_e4m3fn))))
     assert not is_plain(BASE.as_subclass(Named))
     assert not is_plain(BASE.to_sparse())
 
 
 @pytest.mark.parametrize("one", [0, 1, True, False, None, 1.0, 0.0, -0.0, "1", (1,), (True,), (1.0,), (0.0,), (-0.0,)])
-def test_values_that_are_equal_and_not_the_same_have_pickles_of_their_own(one: object) -> None:
+def test_values_that_are_equal_and_not_the_same_have_pickles_of_their_own(one):
     for value in (0, 1, True, False, 1.0, 0.0, -0.0, (1,), (True,), (1.0,), (0.0,), (-0.0,), one):
         found = torch.load(io.BytesIO(pickled(value)), weights_only=True)
         assert repr(found) == repr(value)
 
 
 @pytest.mark.parametrize("value", ["x" * 100_000, (1.5,) * 100_000, ("x" * 100_000, 1)], ids=["text", "tuple", "both"])
-def test_what_is_long_is_not_kept_when_it_is_pickled(value: object) -> None:
+def test_what_is_long_is_not_kept_when_it_is_pickled(value):
     """A text that grows from save to save, such as a log, would be kept as often as it is saved."""
     kept = image._pickled_plain.cache_info().currsize
     assert torch.load(io.BytesIO(pickled(value)), weights_only=True) == value
@@ -179,7 +176,7 @@ def test_what_is_long_is_not_kept_when_it_is_pickled(value: object) -> None:
 Part = tuple[int, bytes | memoryview | torch.Tensor]
 
 
-def whole_of(parts: list[Part], memory: bytes, size: int) -> bytes:
+def whole_of(parts, memory, size):
     """The file that the parts make, put together byte by byte."""
     whole = bytearray(size)
     whole[: len(memory)] = memory
@@ -189,10 +186,10 @@ def whole_of(parts: list[Part], memory: bytes, size: int) -> bytes:
     return bytes(whole)
 
 
-def some_parts(dice: random.Random, begin: int) -> list[Part]:
+def some_parts(dice, begin):
     """Bytes and tensors, with gaps between some of them."""
     kinds = [torch.float32, torch.bfloat16, torch.complex64, torch.uint8, torch.bool, torch.float64]
-    parts: list[Part] = []
+    parts = []
     at = begin
     for _ in range(dice.randrange(1, 12)):
         at = -(-at // 64) * 64 + 64 * dice.choice([0, 0, 1, 5])
@@ -213,7 +210,7 @@ def some_parts(dice: random.Random, begin: int) -> list[Part]:
     return parts
 
 
-def differing_views(image: Image, whole: bytes, dice: random.Random, count: int) -> list[tuple[int, int]]:
+def differing_views(image, whole, dice, count):
     """Offsets and sizes at which an image shows something else than the whole has there."""
     wrong = []
     for _ in range(count if whole else 0):
@@ -227,7 +224,7 @@ def differing_views(image: Image, whole: bytes, dice: random.Random, count: int)
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
-def test_any_view_is_that_of_the_whole(seed: int) -> None:
+def test_any_view_is_that_of_the_whole(seed):
     dice = random.Random(seed)
     parts = some_parts(dice, 0)
     image = Image(dice.sample(parts, len(parts)))
@@ -239,7 +236,7 @@ def test_any_view_is_that_of_the_whole(seed: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
-def test_any_view_of_staged_memory_and_what_comes_after_it(seed: int) -> None:
+def test_any_view_of_staged_memory_and_what_comes_after_it(seed):
     dice = random.Random(seed)
     memory = bytearray(dice.randbytes(4096 * dice.randrange(0, 4)))
     parts = some_parts(dice, len(memory)) if dice.randrange(4) else []
@@ -253,7 +250,7 @@ def test_any_view_of_staged_memory_and_what_comes_after_it(seed: int) -> None:
         assert view[5] == memory[5], "it is handed out without a copy"
 
 
-def test_threads_may_look_at_the_same_image() -> None:
+def test_threads_may_look_at_the_same_image():
     from concurrent.futures import ThreadPoolExecutor
 
     parts = some_parts(random.Random(5), 0)
@@ -264,7 +261,7 @@ def test_threads_may_look_at_the_same_image() -> None:
     assert all(each == [] for each in found)
 
 
-def test_an_empty_part_hides_nothing() -> None:
+def test_an_empty_part_hides_nothing():
     data = bytes(range(1, 129))
     image = Image([(0, b"x" * 64), (64, data), (64, torch.empty(0))])
     for offset in (0, 64, 80, 176):
@@ -272,7 +269,7 @@ def test_an_empty_part_hides_nothing() -> None:
         assert view == (b"x" * 64 + data)[offset : offset + 16], offset
 
 
-def test_a_layout_leaves_no_two_things_at_one_place() -> None:
+def test_a_layout_leaves_no_two_things_at_one_place():
     dice = random.Random(1)
     sizes = [(dice.choice(SAVED), dice.choice([*SHAPES, (1031, 257), (2**20,)])) for _ in range(200)]
     layout = Layout()
@@ -295,7 +292,7 @@ def test_a_layout_leaves_no_two_things_at_one_place() -> None:
 # ---- ranges of tensors -----------------------------------------------------------------------------------------------
 
 
-def views() -> dict[str, torch.Tensor]:
+def views():
     base, wide, five = noise(torch.float32, 13, 17), noise(torch.complex64, 7, 9), noise(torch.int16, 3, 4, 2, 5, 3)
     return {
         "contiguous": base,
@@ -318,7 +315,7 @@ def views() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", views())
-def test_a_range_of_a_tensor_in_row_major_order(kind: str) -> None:
+def test_a_range_of_a_tensor_in_row_major_order(kind):
     tensor, dice = views()[kind], random.Random(kind)
     whole, item = bits(tensor), tensor.dtype.itemsize
     for _ in range(60):
@@ -335,7 +332,7 @@ def test_a_range_of_a_tensor_in_row_major_order(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["conjugate", "negative"])
-def test_a_range_of_a_tensor_without_dimensions(kind: str) -> None:
+def test_a_range_of_a_tensor_without_dimensions(kind):
     tensor = torch.tensor(1 + 2j).conj()
     tensor = tensor if kind == "conjugate" else tensor.imag
     out = torch.zeros(1, dtype=tensor.dtype)

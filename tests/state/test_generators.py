@@ -1,9 +1,6 @@
 """The generators of a rank: that of a device is saved where the device is used, and put back in any case."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,36 +12,36 @@ class Cuda:
     """The module of a pretended device. As torch.cuda does, it puts off what is set before the first use, and does the
     seeds last."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.initialized = False
         self.state = torch.zeros(16, dtype=torch.uint8)
-        self._sets: list[Callable[[], None]] = []
-        self._seeds: list[Callable[[], None]] = []
+        self._sets = []
+        self._seeds = []
 
-    def is_available(self) -> bool:
+    def is_available(self):
         return True
 
-    def is_initialized(self) -> bool:
+    def is_initialized(self):
         return self.initialized
 
-    def init(self) -> None:
+    def init(self):
         if not self.initialized:
             self.initialized = True
             for call in (*self._sets, *self._seeds):
                 call()
 
-    def manual_seed(self, seed: int) -> None:
+    def manual_seed(self, seed):
         self._later(self._seeds, lambda: self.state.fill_(seed))
 
-    def get_rng_state(self) -> torch.Tensor:
+    def get_rng_state(self):
         self.init()
         return self.state.clone()
 
-    def set_rng_state(self, state: torch.Tensor) -> None:
+    def set_rng_state(self, state):
         self._later(self._sets, lambda: self.state.copy_(state))
 
-    def _later(self, queue: list[Callable[[], None]], call: Callable[[], object]) -> None:
-        def run() -> None:
+    def _later(self, queue, call):
+        def run():
             call()
 
         if self.initialized:
@@ -56,22 +53,22 @@ class Cuda:
 class Mps:
     """The module of a device that needs no initialisation."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.state = torch.full((4,), 3, dtype=torch.uint8)
 
-    def is_available(self) -> bool:
+    def is_available(self):
         return True
 
-    def get_rng_state(self) -> torch.Tensor:
+    def get_rng_state(self):
         return self.state.clone()
 
-    def set_rng_state(self, state: torch.Tensor) -> None:
+    def set_rng_state(self, state):
         self.state = state
 
 
 @pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
-    def use(module: object) -> None:
+def pretend(monkeypatch):
+    def use(module):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
@@ -79,11 +76,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
     return use
 
 
-def names(state: dict[str, str]) -> set[str]:
+def names(state):
     return set(json.loads(state["generators"]))
 
 
-def test_a_run_on_the_cpu_leaves_the_device_alone(pretend: Callable[[object], None]) -> None:
+def test_a_run_on_the_cpu_leaves_the_device_alone(pretend):
     device = Cuda()
     pretend(device)
     saved = RNGState().state_dict()
@@ -94,7 +91,7 @@ def test_a_run_on_the_cpu_leaves_the_device_alone(pretend: Callable[[object], No
     assert not device.initialized
 
 
-def test_a_device_in_use_goes_on_from_where_it_was(pretend: Callable[[object], None]) -> None:
+def test_a_device_in_use_goes_on_from_where_it_was(pretend):
     device = Cuda()
     pretend(device)
     device.manual_seed(7)
@@ -105,7 +102,7 @@ def test_a_device_in_use_goes_on_from_where_it_was(pretend: Callable[[object], N
     assert device.get_rng_state().tolist() == [7] * 16
 
 
-def test_a_device_that_is_first_used_after_the_restore_goes_on_too(pretend: Callable[[object], None]) -> None:
+def test_a_device_that_is_first_used_after_the_restore_goes_on_too(pretend):
     before, after = Cuda(), Cuda()
     pretend(before)
     before.manual_seed(7)
@@ -118,7 +115,7 @@ def test_a_device_that_is_first_used_after_the_restore_goes_on_too(pretend: Call
     assert RNGState().state_dict() == saved, "also what is saved before the first use"
 
 
-def test_a_device_that_needs_no_initialisation(pretend: Callable[[object], None]) -> None:
+def test_a_device_that_needs_no_initialisation(pretend):
     device = Mps()
     pretend(device)
     saved = RNGState().state_dict()
@@ -127,7 +124,7 @@ def test_a_device_that_needs_no_initialisation(pretend: Callable[[object], None]
     assert device.state.tolist() == [3] * 4
 
 
-def test_what_a_device_has_drawn_is_no_matter_where_there_is_none(pretend: Callable[[object], None]) -> None:
+def test_what_a_device_has_drawn_is_no_matter_where_there_is_none(pretend):
     device = Cuda()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))

@@ -1,10 +1,5 @@
 """Modules are saved by the names that they give."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -14,22 +9,22 @@ import ckptman
 class Fused(nn.Module):
     """Has one weight where its state dict has two, as a fused projection of attention may."""
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, value):
         super().__init__()
         self.both = nn.Parameter(torch.arange(12.0).reshape(4, 3) + value)
         self.register_state_dict_post_hook(self._split)
         self.register_load_state_dict_pre_hook(self._merge)
 
     @staticmethod
-    def _split(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    def _split(module, state, prefix, _):
         state[f"{prefix}first"], state[f"{prefix}second"] = state.pop(f"{prefix}both").clone().chunk(2)
 
     @staticmethod
-    def _merge(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _merge(module, state, prefix, *_):
         state[f"{prefix}both"] = torch.cat([state.pop(f"{prefix}first"), state.pop(f"{prefix}second")])
 
 
-def test_a_module_whose_state_dict_has_other_names_than_its_parameters(tmp_path: Path) -> None:
+def test_a_module_whose_state_dict_has_other_names_than_its_parameters(tmp_path):
     model = nn.Sequential(Fused(0), nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     (model[1](model[0].both).sum()).backward()
@@ -46,5 +41,5 @@ def test_a_module_whose_state_dict_has_other_names_than_its_parameters(tmp_path:
     assert torch.equal(fresh.state[again[0].both]["exp_avg"], optimizer.state[model[0].both]["exp_avg"])
 
 
-def saved_names(path: Path) -> list[str]:
+def saved_names(path):
     return list(ckptman.StorageReader(path).read_metadata().state_dict_metadata)

@@ -1,19 +1,15 @@
 """The state of optimizers comes back by the names of their parameters."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 from torch import nn
 
 import ckptman
 
 
-def test_an_optimizer_made_of_named_parameters(tmp_path: Path) -> None:
+def test_an_optimizer_made_of_named_parameters(tmp_path):
     """torch keeps the names in the group as a list, and stumbles over it where it flattens settings."""
 
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def make():
         model = nn.Linear(3, 2)
         return model, torch.optim.AdamW(model.named_parameters(), lr=0.5)
 

@@ -1,9 +1,6 @@
 """Values that ranks do not have alike: each rank's own, or that of rank 0."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,17 +12,17 @@ from tests.helpers.ranks import run_ranks
 class Counter:
     """An object with a state."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count = count
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"count": self.count}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.count = state["count"]
 
 
-def state_of(rank: int) -> dict[str, Any]:
+def state_of(rank):
     return {
         "seen": ckptman.PerRank({"samples": rank * 10, "at": torch.full((3,), rank)}),
         "counter": ckptman.PerRank(Counter(rank)),
@@ -36,13 +33,13 @@ def state_of(rank: int) -> dict[str, Any]:
     }
 
 
-def save(root: str) -> None:
+def save(root):
     with ckptman.Checkpointer(root, state_of(dist.get_rank()), deadline=None) as checkpointer:
         checkpointer.step(1)
         checkpointer.save(1)
 
 
-def restore(root: str, names: tuple[str, ...]) -> dict[str, Any] | str:
+def restore(root, names):
     state = {name: value for name, value in state_of(7).items() if name in names}
     unused = {name: ckptman.FromRank0(None) for name in state_of(0) if name not in names}
     try:
@@ -54,7 +51,7 @@ def restore(root: str, names: tuple[str, ...]) -> dict[str, Any] | str:
     return {name: getattr(value, "count", value) for name, value in values.items()}
 
 
-def plain(values: Any) -> Any:
+def plain(values):
     return {
         name: {key: each.tolist() if isinstance(each, torch.Tensor) else each for key, each in value.items()}
         if isinstance(value, dict)
@@ -63,12 +60,12 @@ def plain(values: Any) -> Any:
     }
 
 
-def save_and_restore(root: str) -> Any:
+def save_and_restore(root):
     save(root)
     return plain(restore(root, tuple(state_of(0))))
 
 
-def test_each_rank_gets_its_own_back_and_all_that_of_rank_0(tmp_path: Path) -> None:
+def test_each_rank_gets_its_own_back_and_all_that_of_rank_0(tmp_path):
     found = run_ranks(2, save_and_restore, str(tmp_path))
     for rank, values in enumerate(found):
         assert values == {
@@ -79,26 +76,26 @@ def test_each_rank_gets_its_own_back_and_all_that_of_rank_0(tmp_path: Path) -> N
         }
 
 
-def test_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_on_another_number_of_ranks(tmp_path):
     run_ranks(2, save, str(tmp_path))
     for world_size in (1, 3):
         for text in run_ranks(world_size, restore, str(tmp_path), ("seen", "counter", "log", "last"), fresh=True):
             assert f"each of 2 ranks has for itself (PerRank) cannot be given to {world_size}" in text
 
 
-def restore_from_rank0(root: str) -> Any:
+def restore_from_rank0(root):
     state = {name: value for name, value in state_of(7).items() if name in ("log", "last")}
     ckptman.load(state, Path(root) / "step-0000000001")
     return state["log"].value["best"], state["last"].value.count
 
 
-def test_rank_0_s_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_rank_0_s_on_any_number_of_ranks(tmp_path):
     run_ranks(2, save, str(tmp_path))
     for world_size in (1, 3):
         assert run_ranks(world_size, restore_from_rank0, str(tmp_path)) == [(0.5, 0)] * world_size
 
 
-def save_counters(root: str) -> list[str]:
+def save_counters(root):
     rank = dist.get_rank()
     texts = []
     states = ({"n": rank}, {"log": {"same": 1, "deep": {"count": rank}}}, {"log": {"names": ["x" * 200] * (rank + 1)}})
@@ -111,7 +108,7 @@ def save_counters(root: str) -> list[str]:
     return texts
 
 
-def test_a_value_that_differs_is_told_with_its_path_its_ranks_and_its_values(tmp_path: Path) -> None:
+def test_a_value_that_differs_is_told_with_its_path_its_ranks_and_its_values(tmp_path):
     found = run_ranks(2, save_counters, str(tmp_path), fresh=True)
     assert found[0] == found[1]
     number, deep, long = found[0]

@@ -1,7 +1,5 @@
 """The save at the end of a run is of what `step()` saw, or is not made; whoever leaves the block, and however."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
@@ -13,10 +11,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +26,7 @@ from ckptman.comm import control_group as ranks_module
 from ckptman.errors import BusyError, CommitError, ConfigError, RankLostError
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import outcome_path
-from ckptman.runtime.outcome import Outcome, read_outcome
+from ckptman.runtime.outcome import read_outcome
 from ckptman.state import step_record
 from ckptman.state.step_record import OptimizerHooks, StepRecorder
 from tests.helpers.ranks import run_ranks
@@ -42,79 +38,79 @@ SAMPLES = 64
 class Loader:
     """An iterable that counts what it gave."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.position = 0
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         while self.position < SAMPLES:
             self.position += 1
             yield torch.full((4, 3), float(self.position)) + torch.arange(4.0)[:, None]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"position": self.position}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.position = state["position"]
 
 
 class Trainer:
     """Holds model and optimizer, and shows neither."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(3, 70), nn.BatchNorm1d(70), nn.Linear(70, 70))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(batch).square().mean()
+    def forward(self, batch):
+        loss = self.model(batch).square().mean()
         return loss
 
-    def train(self, batch: torch.Tensor) -> None:
+    def train(self, batch):
         self.optimizer.zero_grad()
-        self.forward(batch).backward()  # type: ignore[no-untyped-call]
+        self.forward(batch).backward()
         self.optimizer.step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def state_of(trainer: Trainer, loader: Loader, *, hidden: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {"trainer": trainer}
+def state_of(trainer, loader, *, hidden):
+    state = {"trainer": trainer}
     if not hidden:
         state = {"model": trainer.model, "optimizer": trainer.optimizer}
     return {**state, "data": loader, "rng": ckptman.RNGState()}
 
 
-def restored(root: Path, *, hidden: bool = False) -> tuple[int, Trainer, Loader]:
+def restored(root, *, hidden=False):
     trainer, loader = Trainer(), Loader()
     with Checkpointer(root, state_of(trainer, loader, hidden=hidden), save_policy=NEVER) as checkpointer:
         return checkpointer.restore(), trainer, loader
 
 
-def reference(steps: int) -> Trainer:
+def reference(steps):
     trainer, batches = Trainer(), iter(Loader())
     for _ in range(steps):
         trainer.train(next(batches))
     return trainer
 
 
-def assert_same(found: nn.Module, wanted: nn.Module) -> None:
+def assert_same(found, wanted):
     for name, tensor in wanted.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name
 
 
-def outcome_of(root: Path) -> Outcome:
+def outcome_of(root):
     found = read_outcome(outcome_path(root))
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_a_batch_that_was_fetched_after_the_last_step_is_not_skipped(tmp_path: Path, hidden: bool) -> None:
+def test_a_batch_that_was_fetched_after_the_last_step_is_not_skipped(tmp_path, hidden):
     trainer, loader, step = Trainer(), Loader(), 0
     with Checkpointer(tmp_path, state_of(trainer, loader, hidden=hidden), save_policy=NEVER) as checkpointer:
         for batch in loader:
@@ -129,7 +125,7 @@ def test_a_batch_that_was_fetched_after_the_last_step_is_not_skipped(tmp_path: P
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_what_a_forward_pass_changed_after_the_last_step_is_not_saved(tmp_path: Path, hidden: bool) -> None:
+def test_what_a_forward_pass_changed_after_the_last_step_is_not_saved(tmp_path, hidden):
     """A module's last step is not saved then; the small tensors of other objects are kept as they were."""
     trainer, loader = Trainer(), Loader()
     keep = {"save_policy": ckptman.EverySteps(2), "retention": ckptman.KeepLast(1)}
@@ -139,14 +135,14 @@ def test_what_a_forward_pass_changed_after_the_last_step_is_not_saved(tmp_path: 
         else pytest.warns(
             RuntimeWarning, match=r"(?s)step 3, the last one, is not saved.*was changed since.*is step 2\."
         ),
-        Checkpointer(tmp_path, state_of(trainer, loader, hidden=hidden), **keep) as checkpointer,  # type: ignore[arg-type]
+        Checkpointer(tmp_path, state_of(trainer, loader, hidden=hidden), **keep) as checkpointer,
     ):
         for step, batch in enumerate(loader, 1):
             loss = trainer.forward(batch * (float("nan") if step == 4 else 1.0))
             if not loss.isfinite():
                 break
             trainer.optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             trainer.optimizer.step()
             checkpointer.step(step)
     found, other, _ = restored(tmp_path, hidden=hidden)
@@ -154,7 +150,7 @@ def test_what_a_forward_pass_changed_after_the_last_step_is_not_saved(tmp_path: 
     assert_same(other.model, reference(found).model)
 
 
-def test_an_evaluation_or_another_learning_rate_after_the_last_step_costs_nothing(tmp_path: Path) -> None:
+def test_an_evaluation_or_another_learning_rate_after_the_last_step_costs_nothing(tmp_path):
     trainer, loader = Trainer(), Loader()
     schedule = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, 0.5)
     state = {**state_of(trainer, loader, hidden=False), "schedule": schedule}
@@ -180,27 +176,27 @@ def test_an_evaluation_or_another_learning_rate_after_the_last_step_costs_nothin
     assert read_manifest(tmp_path / "step-0000000003").metrics == {"loss": 1.0}
 
 
-def test_values_and_small_tensors_are_those_of_the_step(tmp_path: Path) -> None:
+def test_values_and_small_tensors_are_those_of_the_step(tmp_path):
     counts, seen = {"tokens": 0, "by source": [0, 0]}, torch.zeros(3)
     state = {"counts": counts, "seen": seen, "rng": ckptman.RNGState()}
     with Checkpointer(tmp_path, state, save_policy=NEVER) as checkpointer:
         for step in (1, 2):
-            counts["tokens"] += 10  # type: ignore[operator]
-            counts["by source"][0] += 1  # type: ignore[index]
+            counts["tokens"] += 10
+            counts["by source"][0] += 1
             seen += 1
             checkpointer.step(step)
         drawn = torch.rand(3)
-        counts["by source"][1], counts["tokens"] = 7, 0  # type: ignore[index]
+        counts["by source"][1], counts["tokens"] = 7, 0
         seen += 1
     fresh = {"counts": {"tokens": 0, "by source": [0, 0]}, "seen": torch.zeros(3), "rng": ckptman.RNGState()}
     with Checkpointer(tmp_path, fresh, save_policy=NEVER) as checkpointer:
         assert checkpointer.restore() == 2
         assert fresh["counts"] == {"tokens": 20, "by source": [2, 0]}
-        assert torch.equal(fresh["seen"], torch.full((3,), 2.0))  # type: ignore[arg-type]
+        assert torch.equal(fresh["seen"], torch.full((3,), 2.0))
         assert torch.equal(torch.rand(3), drawn)
 
 
-def test_large_tensors_of_other_objects_are_noticed_when_they_change(tmp_path: Path) -> None:
+def test_large_tensors_of_other_objects_are_noticed_when_they_change(tmp_path):
     large = torch.zeros(100_000)
     with (
         pytest.warns(RuntimeWarning, match="'large' was changed since"),
@@ -213,20 +209,20 @@ def test_large_tensors_of_other_objects_are_noticed_when_they_change(tmp_path: P
 class Slow:
     """Each call of `state_dict` takes a given time of the CPU, by a clock that the test moves."""
 
-    def __init__(self, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, seconds, monkeypatch):
         self.seconds, self.now, self.asked = seconds, 0.0, 0
         monkeypatch.setattr(step_record, "time", SimpleNamespace(thread_time=lambda: self.now))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         self.asked += 1
         self.now += self.seconds
         return {"value": 1}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         raise AssertionError
 
 
-def test_an_object_that_is_slow_to_tell_its_state_is_not_asked_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_that_is_slow_to_tell_its_state_is_not_asked_at_each_step(monkeypatch):
     slow = Slow(0.05, monkeypatch)
     recorder = StepRecorder({"slow": slow}, OptimizerHooks({"slow": slow}))
     for _ in range(3):
@@ -238,7 +234,7 @@ def test_an_object_that_is_slow_to_tell_its_state_is_not_asked_at_each_step(monk
     assert slow.asked == 3
 
 
-def test_a_machine_that_is_busy_for_a_moment_is_not_taken_for_a_slow_object(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_is_busy_for_a_moment_is_not_taken_for_a_slow_object(monkeypatch):
     slow = Slow(0.01, monkeypatch)
     recorder = StepRecorder({"slow": slow}, OptimizerHooks({"slow": slow}))
     for _ in range(9):
@@ -251,9 +247,9 @@ def test_a_machine_that_is_busy_for_a_moment_is_not_taken_for_a_slow_object(monk
     assert not recorder.too_slow
 
 
-def test_waiting_for_a_turn_is_nothing_that_an_object_does() -> None:
+def test_waiting_for_a_turn_is_nothing_that_an_object_does():
     class Waits(Loader):
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self):
             threading.Event().wait(0.05)
             return super().state_dict()
 
@@ -264,15 +260,15 @@ def test_waiting_for_a_turn_is_nothing_that_an_object_does() -> None:
     assert not recorder.too_slow
 
 
-def slow_on_one_rank(root: str) -> tuple[bool, int]:
+def slow_on_one_rank(root):
     class Tells:
         asked = 0
 
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self):
             Tells.asked += 1
             return {"value": 1}
 
-        def load_state_dict(self, state: dict[str, Any]) -> None:
+        def load_state_dict(self, state):
             raise AssertionError
 
     with warnings.catch_warnings():
@@ -287,7 +283,7 @@ def slow_on_one_rank(root: str) -> tuple[bool, int]:
 
 
 @pytest.mark.slow
-def test_ranks_agree_to_ask_it_no_more(tmp_path: Path) -> None:
+def test_ranks_agree_to_ask_it_no_more(tmp_path):
     one, other = run_ranks(2, slow_on_one_rank, str(tmp_path))
     assert one == other
     assert one[0]
@@ -297,7 +293,7 @@ def test_ranks_agree_to_ask_it_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "state"), [(75, "stopped"), (0, "finished"), (None, "finished"), (3, "failed")])
-def test_sys_exit_within_the_block(tmp_path: Path, code: int | None, state: str) -> None:
+def test_sys_exit_within_the_block(tmp_path, code, state):
     value = {"n": 0}
     with pytest.raises(SystemExit), Checkpointer(tmp_path, {"value": value}, save_policy=NEVER) as checkpointer:
         value["n"] = 20
@@ -310,8 +306,8 @@ def test_sys_exit_within_the_block(tmp_path: Path, code: int | None, state: str)
     assert bool(list(tmp_path.glob("step-*"))) == (state != "failed")
 
 
-def test_a_generator_that_is_closed_ends_its_run_in_order(tmp_path: Path) -> None:
-    def train() -> Iterator[int]:
+def test_a_generator_that_is_closed_ends_its_run_in_order(tmp_path):
+    def train():
         with Checkpointer(tmp_path, {"value": {"n": 1}}, save_policy=NEVER) as checkpointer:
             for step in range(1, 100):
                 checkpointer.step(step)
@@ -319,15 +315,15 @@ def test_a_generator_that_is_closed_ends_its_run_in_order(tmp_path: Path) -> Non
 
     steps = train()
     assert [next(steps), next(steps)] == [1, 2]
-    steps.close()  # type: ignore[attr-defined]
+    steps.close()
     assert outcome_of(tmp_path).state == "finished"
     assert [each.name for each in tmp_path.glob("step-*")] == ["step-0000000002"]
 
 
 @pytest.mark.parametrize("leave", ["return", "raise", "exit", "step", "close"])
 @pytest.mark.parametrize("background", [False, True])
-def test_a_forked_child_that_leaves_the_block_ends_nothing(tmp_path: Path, leave: str, background: bool) -> None:
-    def in_child(checkpointer: Checkpointer) -> None:
+def test_a_forked_child_that_leaves_the_block_ends_nothing(tmp_path, leave, background):
+    def in_child(checkpointer):
         if leave == "raise":
             raise ValueError
         if leave == "exit":
@@ -371,7 +367,7 @@ def test_a_forked_child_that_leaves_the_block_ends_nothing(tmp_path: Path, leave
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def test_use_after_the_end_is_an_error(tmp_path: Path) -> None:
+def test_use_after_the_end_is_an_error(tmp_path):
     with Checkpointer(tmp_path, {"value": {"n": 1}}, save_policy=NEVER) as checkpointer:
         checkpointer.step(1)
     uses = [lambda: checkpointer.step(2), lambda: checkpointer.save(2), checkpointer.wait, checkpointer.restore]
@@ -382,7 +378,7 @@ def test_use_after_the_end_is_an_error(tmp_path: Path) -> None:
     assert not checkpointer.should_stop()
 
 
-def test_a_second_one_in_the_same_process_says_how_to_close_the_first(tmp_path: Path) -> None:
+def test_a_second_one_in_the_same_process_says_how_to_close_the_first(tmp_path):
     first = Checkpointer(tmp_path, {"value": {"n": 1}}, save_policy=NEVER)
     with pytest.raises(BusyError, match=r"this very process.*close\(\)"):
         Checkpointer(tmp_path, {"value": {"n": 1}}, save_policy=NEVER)
@@ -390,7 +386,7 @@ def test_a_second_one_in_the_same_process_says_how_to_close_the_first(tmp_path: 
     Checkpointer(tmp_path, {"value": {"n": 1}}, save_policy=NEVER).close()
 
 
-def test_restore_waits_for_a_save_that_is_being_written(tmp_path: Path) -> None:
+def test_restore_waits_for_a_save_that_is_being_written(tmp_path):
     value = {"n": 5}
     with Checkpointer(tmp_path, {"value": value}, save_policy=NEVER) as checkpointer:
         checkpointer.save(1)
@@ -399,7 +395,7 @@ def test_restore_waits_for_a_save_that_is_being_written(tmp_path: Path) -> None:
         assert value == {"n": 5}
 
 
-def restores_unlike(root: str) -> str:
+def restores_unlike(root):
     state = {"value": {"n": 1}}
     with Checkpointer(root, state, save_policy=NEVER) as checkpointer:
         checkpointer.save(4)
@@ -407,18 +403,18 @@ def restores_unlike(root: str) -> str:
             checkpointer.restore(*([4] if dist.get_rank() else []))
         assert checkpointer.restore(4) == 4
         with pytest.raises(ConfigError, match="metrics are numbers by name"):
-            checkpointer.save(5, metrics=[1.0] if dist.get_rank() == 0 else None)  # type: ignore[arg-type]
+            checkpointer.save(5, metrics=[1.0] if dist.get_rank() == 0 else None)
         checkpointer.save(6, metrics={"huge": 10**400} if dist.get_rank() == 0 else None)
     return str(caught.value)
 
 
 @pytest.mark.filterwarnings("ignore:the metric 'huge'")
-def test_ranks_that_restore_unlike_checkpoints_or_have_metrics_of_another_kind_hear_of_it(tmp_path: Path) -> None:
+def test_ranks_that_restore_unlike_checkpoints_or_have_metrics_of_another_kind_hear_of_it(tmp_path):
     one, other = run_ranks(2, restores_unlike, str(tmp_path))
     assert one == other
 
 
-def only_rank_0(root: str) -> list[str]:
+def only_rank_0(root):
     ranks_module.LATE_SECONDS = 0.2
     if dist.get_rank():
         dist.barrier()
@@ -434,13 +430,13 @@ def only_rank_0(root: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_checkpointer_on_rank_0_alone_says_that_every_rank_makes_one(tmp_path: Path) -> None:
+def test_a_checkpointer_on_rank_0_alone_says_that_every_rank_makes_one(tmp_path):
     said, _, _ = run_ranks(3, only_rank_0, str(tmp_path), fresh=True)
     assert len(said) == 2
     assert all("no Checkpointer was made on rank 1, 2 of 3" in each for each in said)
 
 
-def test_what_a_failed_save_advises_goes_by_its_cause() -> None:
+def test_what_a_failed_save_advises_goes_by_its_cause():
     assert "disk full? quota?" in str(CommitError(3, 0, "OSError: [Errno 28] No space left on device"))
     assert "disk full" not in str(CommitError(3, 0, "TypeError: cannot pickle '_thread.lock' object"))
 
@@ -449,22 +445,22 @@ def test_what_a_failed_save_advises_goes_by_its_cause() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # an interrupt may come right behind an open()
-def test_interrupts_that_are_caught_leave_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_interrupts_that_are_caught_leave_a_run_that_goes_on(tmp_path):
     """Ctrl-C again and again, at random moments of steps, saves and waits; then the run ends as always."""
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     rng, main, over, armed = random.Random(seed), threading.main_thread().ident, list[bool](), list[bool]()
     value, interrupted = {"weights": torch.zeros(30_000), "n": 0}, 0
 
-    def raise_once(*_: object) -> None:
+    def raise_once(*_):
         if armed:
             armed.clear()
             raise KeyboardInterrupt
 
-    def interrupt() -> None:
+    def interrupt():
         while not over:
             time.sleep(rng.uniform(0, 0.01))
-            signal.pthread_kill(main, signal.SIGINT)  # type: ignore[arg-type]
+            signal.pthread_kill(main, signal.SIGINT)
 
     before, thread = signal.signal(signal.SIGINT, raise_once), threading.Thread(target=interrupt)
     policy = ckptman.EverySteps(2)
@@ -495,34 +491,34 @@ def test_interrupts_that_are_caught_leave_a_run_that_goes_on(tmp_path: Path) -> 
     assert [each.name for each in tmp_path.glob("step-*")] == ["step-0000000120"]
 
 
-def _fused(trainer: Trainer) -> None:
+def _fused(trainer):
     trainer.optimizer.step()
 
 
-def _halved(trainer: Trainer) -> None:
+def _halved(trainer):
     trainer.model.half().float()
 
 
-def _one_layer_more(trainer: Trainer) -> None:
+def _one_layer_more(trainer):
     trainer.model.append(nn.Linear(70, 2))
 
 
-def _one_group_more(trainer: Trainer) -> None:
+def _one_group_more(trainer):
     trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
-def _optimizer_loaded(trainer: Trainer) -> None:
+def _optimizer_loaded(trainer):
     trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
 
 
-def _optimizer_cleared(trainer: Trainer) -> None:
+def _optimizer_cleared(trainer):
     trainer.optimizer.state.clear()
 
 
 @pytest.mark.parametrize(
     "change", [_fused, _halved, _one_layer_more, _one_group_more, _optimizer_loaded, _optimizer_cleared]
 )
-def test_what_torch_does_not_count_is_noticed_too(tmp_path: Path, change: Any) -> None:
+def test_what_torch_does_not_count_is_noticed_too(tmp_path, change):
     trainer, loader = Trainer(), Loader()
     trainer.model = nn.Sequential(nn.Linear(3, 70), nn.Linear(70, 70))  # no buffers, which would tell
     trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), fused=True)
@@ -537,7 +533,7 @@ def test_what_torch_does_not_count_is_noticed_too(tmp_path: Path, change: Any) -
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_a_fused_optimizer_inside_of_another_object_is_noticed(tmp_path: Path) -> None:
+def test_a_fused_optimizer_inside_of_another_object_is_noticed(tmp_path):
     trainer, loader = Trainer(), Loader()
     trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), fused=True)
     with (
@@ -549,7 +545,7 @@ def test_a_fused_optimizer_inside_of_another_object_is_noticed(tmp_path: Path) -
         trainer.optimizer.step()
 
 
-def test_metrics_are_those_of_their_step(tmp_path: Path) -> None:
+def test_metrics_are_those_of_their_step(tmp_path):
     loss = torch.tensor(2.0)
     with (
         pytest.warns(RuntimeWarning, match="the metric 'odd' is not a number"),
@@ -560,7 +556,7 @@ def test_metrics_are_those_of_their_step(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "step-0000000001").metrics == {"loss": 2.0}
 
 
-def _one_rank_asks_for_another_attempt(root: str) -> str:
+def _one_rank_asks_for_another_attempt(root):
     with contextlib.suppress(SystemExit), Checkpointer(root, {"n": {"x": 1}}, save_policy=NEVER, watchdog=None) as run:
         run.step(1)
         if dist.get_rank() == 1:
@@ -568,11 +564,11 @@ def _one_rank_asks_for_another_attempt(root: str) -> str:
     return outcome_of(Path(root)).state
 
 
-def test_any_rank_may_ask_for_another_attempt(tmp_path: Path) -> None:
+def test_any_rank_may_ask_for_another_attempt(tmp_path):
     assert run_ranks(2, _one_rank_asks_for_another_attempt, str(tmp_path)) == ["stopped", "stopped"]
 
 
-def _other_calls(root: str) -> str:
+def _other_calls(root):
     run = Checkpointer(root, {"n": {"x": 1}}, save_policy=NEVER, watchdog=None, timeout_seconds=30)
     try:
         if dist.get_rank() == 0:
@@ -584,12 +580,12 @@ def _other_calls(root: str) -> str:
     return ""
 
 
-def test_ranks_that_call_other_methods_are_told(tmp_path: Path) -> None:
+def test_ranks_that_call_other_methods_are_told(tmp_path):
     for told in run_ranks(2, _other_calls, str(tmp_path), fresh=True):
         assert re.search(r"rank 0 is in restore\(\) and rank 1 in step\(\) or save\(\)", told)
 
 
-def test_a_constructor_that_fails_leaves_the_root_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constructor_that_fails_leaves_the_root_free(tmp_path, monkeypatch):
     for error in (KeyboardInterrupt(), AttributeError("x")):
         with monkeypatch.context() as patched:
             patched.setattr(StepRecorder, "__init__", _raising(error))
@@ -600,15 +596,15 @@ def test_a_constructor_that_fails_leaves_the_root_free(tmp_path: Path, monkeypat
         checkpointer.step(1)
 
 
-def _raising(error: BaseException) -> Any:
-    def fail(*_: object) -> None:
+def _raising(error):
+    def fail(*_):
         raise error
 
     return fail
 
 
 @pytest.mark.parametrize("name", ["optimizer", "schedule"])
-def test_the_state_dict_of_an_optimizer_or_a_schedule_is_told(tmp_path: Path, name: str) -> None:
+def test_the_state_dict_of_an_optimizer_or_a_schedule_is_told(tmp_path, name):
     """Neither changes with it, nor loads into it: a resumed run would begin with a fresh one, in silence."""
     optimizer = Trainer().optimizer
     made = optimizer if name == "optimizer" else torch.optim.lr_scheduler.ConstantLR(optimizer)
@@ -619,8 +615,8 @@ def test_the_state_dict_of_an_optimizer_or_a_schedule_is_told(tmp_path: Path, na
         pass
 
 
-def test_containers_are_filled_where_they_are(tmp_path: Path) -> None:
-    def make() -> dict[str, Any]:
+def test_containers_are_filled_where_they_are(tmp_path):
+    def make():
         return {"a": {"deep": {"n": 1, "list": [1, {"x": 1}]}}, "list": [1, 2, 3], "gone": {"k": 1}}
 
     saved = make()
@@ -638,7 +634,7 @@ def test_containers_are_filled_where_they_are(tmp_path: Path) -> None:
     assert state["a"]["deep"] is held[0]
 
 
-def test_what_no_load_fills_is_refused_before_it_is_saved(tmp_path: Path) -> None:
+def test_what_no_load_fills_is_refused_before_it_is_saved(tmp_path):
     with (
         pytest.raises(ConfigError, match=r"t\.x is expanded"),
         Checkpointer(tmp_path, {"t": {"x": torch.zeros(1).expand(4)}}, save_policy=NEVER) as checkpointer,
@@ -651,7 +647,7 @@ def test_what_no_load_fills_is_refused_before_it_is_saved(tmp_path: Path) -> Non
         checkpointer.step(1)
 
 
-def test_an_optimizer_of_something_else_does_not_cost_the_last_step(tmp_path: Path) -> None:
+def test_an_optimizer_of_something_else_does_not_cost_the_last_step(tmp_path):
     trainer, probe = Trainer(), Trainer()
     with Checkpointer(tmp_path, state_of(trainer, Loader(), hidden=False), save_policy=NEVER) as checkpointer:
         trainer.train(torch.ones(4, 3))
@@ -660,9 +656,9 @@ def test_an_optimizer_of_something_else_does_not_cost_the_last_step(tmp_path: Pa
     assert restored(tmp_path)[0] == 1
 
 
-def test_containers_that_were_one_when_made_and_several_when_saved(tmp_path: Path) -> None:
-    def make() -> dict[str, Any]:
-        shared: list[int] = [0]
+def test_containers_that_were_one_when_made_and_several_when_saved(tmp_path):
+    def make():
+        shared = [0]
         return {"pos": [{"n": 0}] * 3, "by": dict.fromkeys("ab", shared), "other": {"same": shared}}
 
     state = make()
@@ -678,12 +674,12 @@ def test_containers_that_were_one_when_made_and_several_when_saved(tmp_path: Pat
 
 
 class Generators(ckptman.RNGState):
-    def __init__(self) -> None:
+    def __init__(self):
         """Calls no other."""
 
 
 @pytest.mark.parametrize("made", [lambda: copy.deepcopy(ckptman.RNGState()), Generators], ids=["a copy", "a subclass"])
-def test_generators_are_those_of_this_process(made: Any) -> None:
+def test_generators_are_those_of_this_process(made):
     rng = made()
     rng.state_dict()
     rng = copy.deepcopy(rng)
@@ -692,7 +688,7 @@ def test_generators_are_those_of_this_process(made: Any) -> None:
         assert json.loads(rng.state_dict()["generators"])["python"][1] == list(random.getstate()[1])
 
 
-def _leave_at_other_steps(root: str) -> str:
+def _leave_at_other_steps(root):
     run = Checkpointer(root, {"n": {"x": 1}}, save_policy=NEVER, watchdog=None, timeout_seconds=10)
     try:
         with run:
@@ -704,7 +700,7 @@ def _leave_at_other_steps(root: str) -> str:
 
 
 @pytest.mark.slow
-def test_ranks_that_leave_the_block_at_other_steps_are_told_soon(tmp_path: Path) -> None:
+def test_ranks_that_leave_the_block_at_other_steps_are_told_soon(tmp_path):
     assert any(
         "the ranks are at different steps" in told
         for told in run_ranks(2, _leave_at_other_steps, str(tmp_path), fresh=True)

@@ -1,11 +1,5 @@
 """Of a model on a frozen base, only what is trained is saved; another base under it is refused."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -24,7 +18,7 @@ TRAINED = {"adapter.weight", "adapter.bias", "norm.running_mean", "norm.running_
 class Adapted(nn.Module):
     """A frozen base with tied weights, and an adapter."""
 
-    def __init__(self, base: int = 0, adapter: int = 0) -> None:
+    def __init__(self, base=0, adapter=0):
         super().__init__()
         torch.manual_seed(base)
         self.embedding, self.head = nn.Embedding(6, 5), nn.Linear(5, 6, bias=False)
@@ -35,17 +29,17 @@ class Adapted(nn.Module):
         torch.manual_seed(adapter)
         self.adapter = nn.Linear(5, 5)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         found = self.norm(self.embedding(inputs))
-        return self.head(found + self.adapter(found))  # type: ignore[no-any-return]
+        return self.head(found + self.adapter(found))
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
+def state_of(model):
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
     return {"model": ckptman.Trainable(model), "optimizer": optimizer, "epoch": 0}
 
 
-def train(root: Path, model: nn.Module, steps: int) -> list[float]:
+def train(root, model, steps):
     """Train up to a step, from where the root is, and return the losses."""
     state, losses = state_of(model), []
     with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(1)) as checkpointer:
@@ -59,16 +53,16 @@ def train(root: Path, model: nn.Module, steps: int) -> list[float]:
     return losses
 
 
-def test_a_run_goes_on_from_what_is_trained(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_what_is_trained(tmp_path):
     whole = train(tmp_path / "whole", Adapted(), 6)
     first = train(tmp_path / "run", Adapted(), 3)
     resumed = Adapted(adapter=1)
-    assert first + train(tmp_path / "run", torch.compile(resumed, backend="eager"), 6) == whole  # type: ignore[arg-type]
+    assert first + train(tmp_path / "run", torch.compile(resumed, backend="eager"), 6) == whole
     saved = ckptman.Trainable(resumed).state_dict()
     assert {name for name, each in saved.items() if isinstance(each, torch.Tensor)} == TRAINED
 
 
-def test_another_base_is_refused_and_nothing_changed(tmp_path: Path) -> None:
+def test_another_base_is_refused_and_nothing_changed(tmp_path):
     train(tmp_path, Adapted(), 2)
     for other in (Adapted(base=1, adapter=1), Adapted(adapter=1).to(torch.float64)):
         before = {name: each.clone() for name, each in other.state_dict().items()}
@@ -80,7 +74,7 @@ def test_another_base_is_refused_and_nothing_changed(tmp_path: Path) -> None:
         assert not state["optimizer"].state
 
 
-def test_ckptman_load_checks_the_base_too(tmp_path: Path) -> None:
+def test_ckptman_load_checks_the_base_too(tmp_path):
     model, resumed = Adapted(), Adapted(adapter=1)
     ckptman.save({"model": ckptman.Trainable(model)}, tmp_path / "one")
     with pytest.raises(MismatchError, match="frozen"):
@@ -91,7 +85,7 @@ def test_ckptman_load_checks_the_base_too(tmp_path: Path) -> None:
         ckptman.load({"model": model}, tmp_path / "one")  # as a whole, it is not there
 
 
-def test_a_base_that_is_changed_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_base_that_is_changed_while_the_run_goes_on(tmp_path):
     model, resumed = Adapted(), Adapted()
     with ckptman.Checkpointer(tmp_path, state_of(model)) as checkpointer:
         checkpointer.save(1)
@@ -108,7 +102,7 @@ def test_a_base_that_is_changed_while_the_run_goes_on(tmp_path: Path) -> None:
             checkpointer.restore(step=1)  # which has the base of before
 
 
-def run_with(root: Path, step: int, *changes: Callable[[nn.Linear, int], None], trained: bool) -> torch.Tensor:
+def run_with(root, step, *changes, trained):
     """Go on up to a step with an adapter that is trained at first or not, and change it before each step."""
     model = Adapted()
     model.adapter.requires_grad_(trained)
@@ -122,8 +116,8 @@ def run_with(root: Path, step: int, *changes: Callable[[nn.Linear, int], None], 
     return model.adapter.weight.detach()
 
 
-def is_trained_up_to(last: int) -> Callable[[nn.Linear, int], None]:
-    def change(adapter: nn.Linear, step: int) -> None:
+def is_trained_up_to(last):
+    def change(adapter, step):
         adapter.requires_grad_(step <= last)
         if step <= last:
             with torch.no_grad():
@@ -134,7 +128,7 @@ def is_trained_up_to(last: int) -> Callable[[nn.Linear, int], None]:
 
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("at_first", [True, False])
-def test_a_layer_that_is_frozen_while_the_run_goes_on(tmp_path: Path, at_first: bool, trained: bool) -> None:
+def test_a_layer_that_is_frozen_while_the_run_goes_on(tmp_path, at_first, trained):
     """It is restored whether it is frozen again at the start of the next attempt or not, and saved by that, too."""
     expected = run_with(tmp_path, 4, is_trained_up_to(2), trained=at_first)
     assert torch.equal(run_with(tmp_path, 6, is_trained_up_to(2), trained=trained), expected)
@@ -143,8 +137,8 @@ def test_a_layer_that_is_frozen_while_the_run_goes_on(tmp_path: Path, at_first: 
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_layer_that_was_unfrozen_for_a_moment_between_two_saves(tmp_path: Path, fused: bool) -> None:
-    def state_with(model: Adapted) -> dict[str, Any]:
+def test_a_layer_that_was_unfrozen_for_a_moment_between_two_saves(tmp_path, fused):
+    def state_with(model):
         model.adapter.requires_grad_(False)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
         return {"model": ckptman.Trainable(model), "optimizer": optimizer}
@@ -164,10 +158,10 @@ def test_a_layer_that_was_unfrozen_for_a_moment_between_two_saves(tmp_path: Path
     assert torch.equal(resumed.adapter.weight, model.adapter.weight)
 
 
-def test_a_layer_of_which_a_fused_optimizer_keeps_nothing(tmp_path: Path) -> None:
+def test_a_layer_of_which_a_fused_optimizer_keeps_nothing(tmp_path):
     """torch counts no change of it: that it asked for gradients at a step is all that is known."""
 
-    def state_with(model: Adapted) -> dict[str, Any]:
+    def state_with(model):
         model.adapter.requires_grad_(False)
         return {"model": ckptman.Trainable(model), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, fused=True)}
 
@@ -186,8 +180,8 @@ def test_a_layer_of_which_a_fused_optimizer_keeps_nothing(tmp_path: Path) -> Non
     assert torch.equal(resumed.adapter.weight, model.adapter.weight)
 
 
-def test_a_damaged_one_that_holds_more_leaves_the_base_to_the_one_before(tmp_path: Path) -> None:
-    def unfrozen(*layers: int) -> tuple[nn.Sequential, dict[str, Any]]:
+def test_a_damaged_one_that_holds_more_leaves_the_base_to_the_one_before(tmp_path):
+    def unfrozen(*layers):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
         for number, each in enumerate(model):
@@ -218,17 +212,17 @@ def test_a_damaged_one_that_holds_more_leaves_the_base_to_the_one_before(tmp_pat
 class Quantized(nn.Linear):
     """Saves the scales of its weight besides it, under names of no parameter, as bitsandbytes does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(3, 3)
         self.weight.requires_grad_(False)
         self.scales = torch.ones(3)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight.scales"] = self.scales
 
 
-def test_names_that_are_of_no_parameter(tmp_path: Path) -> None:
+def test_names_that_are_of_no_parameter(tmp_path):
     model, resumed, other = nn.Sequential(Quantized()), nn.Sequential(Quantized()), nn.Sequential(Quantized())
     for each in (resumed, other):
         each[0].weight.data.copy_(model[0].weight)
@@ -242,7 +236,7 @@ def test_names_that_are_of_no_parameter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_load_that_fails_puts_back_what_is_under_a_name_too(inference: bool) -> None:
+def test_a_load_that_fails_puts_back_what_is_under_a_name_too(inference):
     with torch.inference_mode(inference):
         model = nn.Sequential(Quantized())
     before = {name: each.clone() for name, each in model.state_dict().items()}
@@ -259,12 +253,12 @@ def test_a_load_that_fails_puts_back_what_is_under_a_name_too(inference: bool) -
     assert after["0.bias"].eq(7).all()
 
 
-def test_what_is_not_a_module_is_refused() -> None:
+def test_what_is_not_a_module_is_refused():
     with pytest.raises(ConfigError, match="Trainable is for a module"):
-        ckptman.Trainable({"weight": 1})  # type: ignore[arg-type]
+        ckptman.Trainable({"weight": 1})
 
 
-def identity(tensor: torch.Tensor) -> str:
+def identity(tensor):
     holder = nn.Module()
     holder.weight = nn.Parameter(tensor, requires_grad=False)
     return identity_of(totals_of([ckptman.Trainable(holder).digest_frozen()]))
@@ -273,7 +267,7 @@ def identity(tensor: torch.Tensor) -> str:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e5m2]
 )
-def test_any_change_of_an_element_is_seen(dtype: torch.dtype) -> None:
+def test_any_change_of_an_element_is_seen(dtype):
     tensor = torch.arange(24).reshape(2, 3, 4).to(torch.float32).to(dtype)
     seen = {identity(tensor), identity(tensor[:1]), identity(tensor.reshape(3, 2, 4))}
     for number in range(tensor.numel()):
@@ -287,7 +281,7 @@ def test_any_change_of_an_element_is_seen(dtype: torch.dtype) -> None:
     assert identity(tensor[0, 0, 0].clone()) != identity(tensor[0, 0, 1].clone())
 
 
-def _shard_and_train(root: str, steps: int) -> tuple[list[float], str]:
+def _shard_and_train(root, steps):
     model = Adapted()
     model.head.weight = nn.Parameter(model.head.weight.clone(), requires_grad=False)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -306,14 +300,14 @@ def _shard_and_train(root: str, steps: int) -> tuple[list[float], str]:
 
 
 @pytest.mark.slow
-def test_a_sharded_base_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_a_sharded_base_is_the_same_on_any_number_of_ranks(tmp_path):
     first, second = run_ranks(3, _shard_and_train, str(tmp_path), 2), run_ranks(2, _shard_and_train, str(tmp_path), 4)
     third = run_ranks(1, _shard_and_train, str(tmp_path), 6)
     assert len(second[0][0]) == len(third[0][0]) == 2
     assert len({frozen for _, frozen in first + second + third}) == 1
 
 
-def _differing_bases(root: str) -> str:
+def _differing_bases(root):
     with ckptman.Checkpointer(root, state_of(Adapted(base=torch.distributed.get_rank()))) as checkpointer:
         try:
             checkpointer.save(1)
@@ -322,13 +316,13 @@ def _differing_bases(root: str) -> str:
     return ""
 
 
-def test_bases_that_differ_between_ranks(tmp_path: Path) -> None:
+def test_bases_that_differ_between_ranks(tmp_path):
     for said in run_ranks(2, _differing_bases, str(tmp_path)):
         assert "embedding.weight is frozen, and it differs between ranks" in said
 
 
-def _without_memory_on_rank_1(root: str) -> str:
-    def out_of_memory(_: object) -> Any:
+def _without_memory_on_rank_1(root):
+    def out_of_memory(_):
         raise MemoryError("no room for a copy")
 
     state = {"model": ckptman.Trainable(Adapted())}
@@ -343,21 +337,21 @@ def _without_memory_on_rank_1(root: str) -> str:
     return ""
 
 
-def test_a_rank_without_memory_for_a_copy_of_what_is_frozen(tmp_path: Path) -> None:
+def test_a_rank_without_memory_for_a_copy_of_what_is_frozen(tmp_path):
     for said in run_ranks(2, _without_memory_on_rank_1, str(tmp_path)):
         assert "rank 1 has not enough memory" in said
 
 
 @pytest.mark.filterwarnings("ignore")  # what peft warns of while it is imported
-def test_an_adapter_of_peft(tmp_path: Path) -> None:
+def test_an_adapter_of_peft(tmp_path):
     peft = pytest.importorskip("peft")
 
-    def adapted(seed: int) -> nn.Module:
+    def adapted(seed):
         torch.manual_seed(0)
         base = nn.Sequential(nn.Embedding(6, 5), nn.Linear(5, 6))
         torch.manual_seed(seed)
         config = peft.LoraConfig(target_modules=["1"], r=2, init_lora_weights=False)
-        return peft.get_peft_model(base, config)  # type: ignore[no-any-return]
+        return peft.get_peft_model(base, config)
 
     model, resumed = adapted(1), adapted(2)
     ckptman.save({"model": ckptman.Trainable(model)}, tmp_path / "one")

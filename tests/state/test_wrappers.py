@@ -1,11 +1,7 @@
 """Frameworks put their objects around those of a state; a checkpoint has the names of what is inside."""
 
-from __future__ import annotations
-
 import copy
 import importlib
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,27 +12,27 @@ from ckptman.state import wrappers
 from ckptman.state.wrappers import UnwrappedState
 
 
-def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def make(seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
 
 
-def accelerated(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def accelerated(seed=0):
     accelerate = pytest.importorskip("accelerate")
     model, optimizer, schedule = accelerate.Accelerator(cpu=True).prepare(*make(seed))
-    return torch.compile(model, backend="eager"), optimizer, schedule  # type: ignore[return-value]
+    return torch.compile(model, backend="eager"), optimizer, schedule
 
 
-def fabric(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def fabric(seed=0):
     lightning = pytest.importorskip("lightning")
     model, optimizer, schedule = make(seed)
     model, optimizer = lightning.Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
     return model, optimizer, schedule
 
 
-def train(root: Path, made: tuple[nn.Module, torch.optim.Optimizer, Any], steps: int) -> list[float]:
+def train(root, made, steps):
     """Train up to a step, from where the root is, and return the losses."""
     model, optimizer, schedule = made
     losses = []
@@ -56,7 +52,7 @@ def train(root: Path, made: tuple[nn.Module, torch.optim.Optimizer, Any], steps:
 
 @pytest.mark.filterwarnings("ignore")  # what the frameworks warn of while they are imported
 @pytest.mark.parametrize("wrap", [accelerated, fabric])
-def test_a_run_goes_on_inside_and_outside_a_framework(wrap: Any, tmp_path: Path) -> None:
+def test_a_run_goes_on_inside_and_outside_a_framework(wrap, tmp_path):
     whole = train(tmp_path / "whole", make(), 6)
     first = train(tmp_path / "run", wrap(), 2)
     second = train(tmp_path / "run", make(1), 4)
@@ -65,16 +61,16 @@ def test_a_run_goes_on_inside_and_outside_a_framework(wrap: Any, tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", wrappers._INSIDE)
-def test_wrappers_are_where_they_are_looked_for(name: str) -> None:
+def test_wrappers_are_where_they_are_looked_for(name):
     module, _, kind = name.rpartition(".")
     pytest.importorskip(module.partition(".")[0])
     assert hasattr(importlib.import_module(module), kind)
 
 
-def test_what_is_set_gets_into_the_state_itself() -> None:
+def test_what_is_set_gets_into_the_state_itself():
     model, optimizer, _ = make()
     compiled = torch.compile(model, backend="eager")
-    state: dict[str, Any] = {"model": compiled, "step": 1}
+    state = {"model": compiled, "step": 1}
     view = UnwrappedState(state)
     view["step"] = 2
     state["optimizer"] = optimizer
@@ -84,11 +80,11 @@ def test_what_is_set_gets_into_the_state_itself() -> None:
     assert dict(copy.copy(view)) == dict(view)
 
 
-def test_load_fills_what_is_wrapped(tmp_path: Path) -> None:
+def test_load_fills_what_is_wrapped(tmp_path):
     model, _, _ = make()
     ckptman.save({"model": torch.compile(model, backend="eager"), "step": 3}, tmp_path / "one")
     other, _, _ = make(1)
-    state: dict[str, Any] = {"model": torch.compile(other, backend="eager"), "step": 0}
+    state = {"model": torch.compile(other, backend="eager"), "step": 0}
     ckptman.load(state, tmp_path / "one")
     assert state["step"] == 3
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values()))

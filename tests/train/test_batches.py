@@ -1,10 +1,7 @@
 """The reader: the position is global, and means the same on any number of ranks."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from ckptman.train.dataset.tokenfile import META, TOKENS, TokenMeta, read_meta
 SEQUENCE = 4
 
 
-def write_tokens(folder: Path, count: int, digest: str = "d") -> Path:
+def write_tokens(folder, count, digest="d"):
     folder.mkdir()
     np.arange(count, dtype="<u2").tofile(folder / TOKENS)
     meta = TokenMeta(dtype="uint16", count=count, vocab_size=count, eos_id=0, sources=1, digest=digest)
@@ -27,23 +24,21 @@ def write_tokens(folder: Path, count: int, digest: str = "d") -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return write_tokens(tmp_path / "tokens", 53)  # 13 samples of 4
 
 
-def reader(
-    folder: Path, rank: int = 0, world_size: int = 1, batch: int = 8, micro: int = 3, seed: int = 1
-) -> TokenData:
+def reader(folder, rank=0, world_size=1, batch=8, micro=3, seed=1):
     config = DataConfig(path=folder, sequence_tokens=SEQUENCE, global_batch=batch, micro_batch=micro)
     return TokenData(config, seed, rank, world_size)
 
 
-def firsts(batches: list[torch.Tensor]) -> list[int]:
+def firsts(batches):
     """Each token of the test file is its own place, so the first token of a row says which sample it is."""
     return [int(row[0]) // SEQUENCE for batch in batches for row in batch]
 
 
-def test_samples_are_inputs_and_the_target_after_the_last(folder: Path) -> None:
+def test_samples_are_inputs_and_the_target_after_the_last(folder):
     data = reader(folder)
     assert data.samples == 13
     for batch in data.next_batch():
@@ -52,13 +47,13 @@ def test_samples_are_inputs_and_the_target_after_the_last(folder: Path) -> None:
         assert torch.equal(batch - batch[:, :1], torch.arange(SEQUENCE + 1).expand_as(batch))
 
 
-def test_ranks_have_equally_many_micro_batches_even_if_some_are_empty(folder: Path) -> None:
+def test_ranks_have_equally_many_micro_batches_even_if_some_are_empty(folder):
     shapes = [[len(batch) for batch in reader(folder, rank, 3, batch=7, micro=2).next_batch()] for rank in range(3)]
     assert shapes == [[2, 0], [2, 0], [2, 1]]
     assert [len(reader(folder, rank, 9, batch=7).next_batch()) for rank in range(9)] == [1] * 9
 
 
-def test_every_chain_of_world_sizes_sees_each_sample_once_in_the_same_order(folder: Path) -> None:
+def test_every_chain_of_world_sizes_sees_each_sample_once_in_the_same_order(folder):
     steps = 5
     alone = reader(folder)
     expected = [firsts(alone.next_batch()) for _ in range(steps)]
@@ -66,7 +61,7 @@ def test_every_chain_of_world_sizes_sees_each_sample_once_in_the_same_order(fold
     assert sorted(flat[:13]) == list(range(13))
     for chain in itertools.product((1, 2, 3, 4), repeat=3):
         state = reader(folder).state_dict()
-        seen: list[list[int]] = []
+        seen = []
         for world_size, attempt_steps in zip(chain, (2, 1, 2)):
             ranks = [reader(folder, rank, world_size) for rank in range(world_size)]
             for data in ranks:
@@ -79,7 +74,7 @@ def test_every_chain_of_world_sizes_sees_each_sample_once_in_the_same_order(fold
         assert seen == expected, chain
 
 
-def test_the_state_is_plain_and_another_global_batch_goes_on_at_the_same_sample(folder: Path) -> None:
+def test_the_state_is_plain_and_another_global_batch_goes_on_at_the_same_sample(folder):
     data = reader(folder, batch=8)
     data.next_batch()
     state = json.loads(json.dumps(data.state_dict()))
@@ -88,7 +83,7 @@ def test_the_state_is_plain_and_another_global_batch_goes_on_at_the_same_sample(
     assert firsts(other.next_batch()) == firsts(data.next_batch())[:3]
 
 
-def test_another_data_set_seed_or_sequence_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_another_data_set_seed_or_sequence_is_refused(folder, tmp_path):
     state = reader(folder).state_dict() | {"position": 8}
     data = reader(write_tokens(tmp_path / "other", 53, digest="e"))
     with pytest.raises(ConfigError, match="another data set"):
@@ -101,7 +96,7 @@ def test_another_data_set_seed_or_sequence_is_refused(folder: Path, tmp_path: Pa
     assert data.position == 0
 
 
-def test_token_folders_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
+def test_token_folders_that_cannot_be_used(folder, tmp_path):
     with pytest.raises(NotFoundError, match=r"ckptman\.train\.tokenize"):
         read_meta(tmp_path / "none")
     with pytest.raises(ConfigError, match="needs one more"):

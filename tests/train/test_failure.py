@@ -1,7 +1,5 @@
 """A rank that fails: its error is told before anything waits, and all ranks end within a bound."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
@@ -24,7 +22,7 @@ SECONDS = 30.0
 """After the error, until no rank is left: much less than the timeouts, on a machine that does other things."""
 
 
-def train(tokens: str, folder: str, port: int, hangs: bool) -> None:
+def train(tokens, folder, port, hangs):
     """Rank 1 fails in step 3, when rank 0 is in a collective already. `hangs`: the end of the groups does."""
     import torch.distributed as dist
 
@@ -40,20 +38,20 @@ def train(tokens: str, folder: str, port: int, hangs: bool) -> None:
     sys.stderr = Path(folder, f"stderr-{rank}").open("w", buffering=1)
     add, destroy = StepReport.add, dist.destroy_process_group
 
-    def add_or_fail(self: StepReport, step: int, *rest: object) -> None:
+    def add_or_fail(self, step, *rest):
         if (rank, step) == (1, 3):
             Path(folder, "failed").write_text(str(time.monotonic()))
             raise ValueError("a loss that cannot be")
-        add(self, step, *rest)  # type: ignore[arg-type]
+        add(self, step, *rest)
 
-    def end(group: object = None) -> None:
+    def end(group=None):
         if group is None:
             Path(folder, f"told-{rank}").write_text(Path(folder, f"stderr-{rank}").read_text())
             if hangs:
                 threading.Event().wait()
-        destroy(group)  # type: ignore[arg-type]
+        destroy(group)
 
-    StepReport.add, dist.destroy_process_group = add_or_fail, end  # type: ignore[method-assign, assignment]
+    StepReport.add, dist.destroy_process_group = add_or_fail, end
     parallel.ABORT_SECONDS = 0.5 if hangs else SECONDS
     values = SHAPE | {"data.path": tokens, "checkpoint.root": f"{folder}/ck", "data.global_batch": 4}
     Path(folder, f"{rank}.toml").write_text("")
@@ -62,7 +60,7 @@ def train(tokens: str, folder: str, port: int, hangs: bool) -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_an_error_on_one_rank_is_told_and_ends_all(tokens: Path, tmp_path: Path, hangs: bool) -> None:
+def test_an_error_on_one_rank_is_told_and_ends_all(tokens, tmp_path, hangs):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -79,7 +77,7 @@ def test_an_error_on_one_rank_is_told_and_ends_all(tokens: Path, tmp_path: Path,
     assert "ValueError: a loss that cannot be" in told
 
 
-def test_an_error_is_told_once_and_what_ckptman_knows_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_told_once_and_what_ckptman_knows_in_one_line(capsys):
     errors = ErrorReport(Launch(4, 8, 0, 4, alone=False))
     known = ConfigError("no such thing")
     with pytest.raises(ConfigError), errors.at_once():
@@ -92,14 +90,12 @@ def test_an_error_is_told_once_and_what_ckptman_knows_in_one_line(capsys: pytest
 
 
 @pytest.mark.parametrize(("local_rank", "told"), [(0, True), (3, False), (4, True)])
-def test_one_rank_of_a_node_tells_what_all_have(
-    capsys: pytest.CaptureFixture[str], local_rank: int, told: bool
-) -> None:
+def test_one_rank_of_a_node_tells_what_all_have(capsys, local_rank, told):
     assert ErrorReport(Launch(8, 16, local_rank, 4, alone=False)).tell(ConfigError("no")) == 2
     assert bool(capsys.readouterr().err) == told
 
 
-def test_what_ends_a_run_in_order_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_ends_a_run_in_order_is_no_error(capsys):
     errors = ErrorReport(Launch())
     assert [errors.tell(SystemExit(75)), errors.tell(SystemExit("text")), errors.tell(KeyboardInterrupt())] == [
         75,

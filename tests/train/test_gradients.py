@@ -1,7 +1,5 @@
 """The optimizer step on real ranks: uneven shares give exactly the gradient of the global mean, on any mesh."""
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 import os
@@ -23,7 +21,7 @@ from ckptman.train.failure import ErrorReport
 from ckptman.train.launch import Launch
 from ckptman.train.loop import accumulate_gradients, build_optimizer, build_scheduler, update
 from ckptman.train.model import Decoder, init_weights, token_loss_sum
-from ckptman.train.parallel import World, build_model, process_group
+from ckptman.train.parallel import build_model, process_group
 
 MODEL = ModelConfig(dim=18, layers=2, heads=3, kv_heads=1, ffn_dim=22)  # sizes that three ranks cannot share evenly
 VOCAB = 31
@@ -32,25 +30,25 @@ SEED = 7
 CPU = torch.device("cpu")
 
 
-def global_batch(samples: int) -> torch.Tensor:
+def global_batch(samples):
     return torch.randint(VOCAB, (samples, SEQUENCE + 1), generator=torch.Generator().manual_seed(SEED))
 
 
-def plain_gradients(samples: int) -> tuple[dict[str, torch.Tensor], float]:
+def plain_gradients(samples):
     """Of the mean loss over the whole batch at once, with no sharding and no ranks."""
     model = Decoder(MODEL, VOCAB)
     init_weights(model, SEED)
     batch = global_batch(samples)
     loss = token_loss_sum(model(batch[:, :-1]), batch[:, 1:])
-    (loss / (samples * SEQUENCE)).backward()  # type: ignore[no-untyped-call]
+    (loss / (samples * SEQUENCE)).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, loss.item()
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def check_step(world: World, parallel: ParallelConfig, samples: int, micro: int) -> None:
+def check_step(world, parallel, samples, micro):
     model = build_model(MODEL, parallel, VOCAB, SEED, world)
     unsharded = Decoder(MODEL, VOCAB)
     init_weights(unsharded, SEED)
@@ -80,7 +78,7 @@ def check_step(world: World, parallel: ParallelConfig, samples: int, micro: int)
     assert not any(torch.equal(before[name], full(p)) for name, p in model.named_parameters())
 
 
-def test_a_process_without_a_launcher_is_a_world_of_one() -> None:
+def test_a_process_without_a_launcher_is_a_world_of_one():
     parallel = ParallelConfig(device="cpu", compute_dtype="float32")
     with process_group(parallel, Launch(), CPU, 60, ErrorReport(Launch())) as world:
         assert (world.rank, world.size, world.mesh.mesh_dim_names) == (0, 1, ("replicate", "shard"))
@@ -88,7 +86,7 @@ def test_a_process_without_a_launcher_is_a_world_of_one() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_bf16_computes_in_bf16_and_keeps_master_weights_and_gradients_in_fp32() -> None:
+def test_bf16_computes_in_bf16_and_keeps_master_weights_and_gradients_in_fp32():
     parallel = ParallelConfig(device="cpu", compute_dtype="bfloat16", activation_checkpointing=True)
     with process_group(parallel, Launch(), CPU, 60, ErrorReport(Launch())) as world:
         model = build_model(MODEL, parallel, VOCAB, SEED, world)
@@ -102,7 +100,7 @@ def test_bf16_computes_in_bf16_and_keeps_master_weights_and_gradients_in_fp32() 
 
 
 @pytest.mark.slow
-def test_uneven_shares_on_three_ranks_give_the_gradient_of_the_global_mean() -> None:
+def test_uneven_shares_on_three_ranks_give_the_gradient_of_the_global_mean():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -117,7 +115,7 @@ def test_uneven_shares_on_three_ranks_give_the_gradient_of_the_global_mean() -> 
     assert done.returncode == 0, done.stderr
 
 
-def as_rank(rank: int, world_size: int) -> None:
+def as_rank(rank, world_size):
     torch.set_num_threads(1)
     parallel = ParallelConfig(device="cpu", compute_dtype="float32")
     launch = Launch(rank, world_size, rank, world_size, alone=False)
@@ -130,7 +128,7 @@ def as_rank(rank: int, world_size: int) -> None:
             check_step(here, parallel, samples=2, micro=4)  # the first rank has no sample at all
 
 
-def main() -> int:
+def main():
     """The program of the three-rank test: torch is imported once, then the ranks are forked."""
     warnings.simplefilter("error")
     world_size = int(sys.argv[1])

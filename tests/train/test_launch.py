@@ -1,7 +1,5 @@
 """Ranks and meshes from the environment of a launcher."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptman.errors import ConfigError
@@ -10,18 +8,18 @@ from ckptman.train.launch import Launch, launch_from_environment, mesh_shape
 MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 
 
-def test_no_launcher_is_a_world_of_one() -> None:
+def test_no_launcher_is_a_world_of_one():
     assert launch_from_environment({}) == Launch(0, 1, 0, 1, alone=True)
     # in a batch script, outside srun, Slurm's variables describe the job, not this process
     assert launch_from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).alone
 
 
-def test_torchrun() -> None:
+def test_torchrun():
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **MASTER}
     assert launch_from_environment(environ) == Launch(5, 8, 1, 4, alone=False)
 
 
-def test_srun() -> None:
+def test_srun():
     environ = {
         "SLURM_PROCID": "6",
         "SLURM_STEP_NUM_TASKS": "11",
@@ -40,13 +38,13 @@ def test_srun() -> None:
         {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"},
     ],
 )
-def test_tasks_of_srun_that_would_each_be_a_world_are_refused(environ: dict[str, str]) -> None:
+def test_tasks_of_srun_that_would_each_be_a_world_are_refused(environ):
     with pytest.raises(ConfigError, match="srun started 2 tasks, and this one takes itself for a world of its own"):
         launch_from_environment({**environ, **MASTER, "SLURM_STEP_NUM_TASKS": "2"})
     assert launch_from_environment({**environ, **MASTER, "SLURM_STEP_NUM_TASKS": "1"}).rank == int(environ["RANK"])
 
 
-def test_one_torchrun_per_task_of_srun_is_one_world() -> None:
+def test_one_torchrun_per_task_of_srun_is_one_world():
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
     assert launch_from_environment({**environ, **MASTER, "SLURM_STEP_NUM_TASKS": "2"}).world_size == 8
 
@@ -60,7 +58,7 @@ def test_one_torchrun_per_task_of_srun_is_one_world() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **MASTER}, "cannot be"),
     ],
 )
-def test_half_a_launcher_is_refused_rather_than_taken_for_none(environ: dict[str, str], message: str) -> None:
+def test_half_a_launcher_is_refused_rather_than_taken_for_none(environ, message):
     with pytest.raises(ConfigError, match=message):
         launch_from_environment(environ)
 
@@ -80,6 +78,6 @@ def test_half_a_launcher_is_refused_rather_than_taken_for_none(environ: dict[str
         (12, [4, 8], None, (3, 4)),
     ],
 )
-def test_mesh(world_size: int, nodes: list[int], shard_ranks: int | None, expected: tuple[int, int]) -> None:
+def test_mesh(world_size, nodes, shard_ranks, expected):
     sizes = [size for size in nodes for _ in range(size)]
     assert mesh_shape(world_size, sizes, shard_ranks) == expected

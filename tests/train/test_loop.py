@@ -1,14 +1,10 @@
 """The bundled loop end to end, in this process: stopped and gone on, it repeats the uninterrupted run bit by bit."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -41,7 +37,7 @@ SHAPE = {
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "text").write_text(Path(__file__).read_text())
     tokenize(folder / "tokens", [folder / "text"], vocab_size=300, workers=1)
@@ -49,16 +45,16 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def leave_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def leave_torch_as_it_was(monkeypatch):
     for name in [name for name in os.environ if name in ("RANK", "WORLD_SIZE") or name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     yield
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
-def run(tokens: Path, folder: Path, **changes: Any) -> int:
+def run(tokens, folder, **changes):
     folder.mkdir(exist_ok=True)
     (folder / "run.toml").write_text("")
     values = SHAPE | {"data.path": tokens, "checkpoint.root": folder / "ck", "run.log": folder / "steps.jsonl"}
@@ -67,23 +63,23 @@ def run(tokens: Path, folder: Path, **changes: Any) -> int:
     return main(["--config", str(folder / "run.toml"), *settings])
 
 
-def losses(folder: Path) -> list[tuple[int, str, float, int]]:
+def losses(folder):
     events, torn = read_journal(folder / "steps.jsonl")
     assert not torn
     assert all(float.fromhex(each["loss_hex"]) == each["loss"] for each in events)
     return [(each["step"], each["loss_hex"], each["grad_norm"], each["position"]) for each in events]
 
 
-def saved_bytes(folder: Path, step: int) -> dict[str, object]:
+def saved_bytes(folder, step):
     """Size and digest of each file; `.metadata` is left out, because it holds the path it was written to."""
     files = read_manifest(folder / "ck" / step_folder(step)).files
     return {name: each for name, each in files.items() if name != ".metadata"}
 
 
-def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def stop_at(step, monkeypatch):
     add = StepReport.add
 
-    def add_and_stop(self: StepReport, now: int, *rest: Any) -> None:
+    def add_and_stop(self, now, *rest):
         add(self, now, *rest)
         if now == step:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -91,13 +87,7 @@ def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepReport, "add", add_and_stop)
 
 
-def test_stopped_twice_it_repeats_the_uninterrupted_run(
-    tokens: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_stopped_twice_it_repeats_the_uninterrupted_run(tokens, tmp_path, monkeypatch, capsys, caplog):
     caplog.set_level("INFO", "ckptman")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(tokens, whole) == 0
@@ -117,9 +107,7 @@ def test_stopped_twice_it_repeats_the_uninterrupted_run(
     assert len(losses(parts)) == STEPS
 
 
-def test_losses_are_told_in_batches_and_none_is_lost(
-    tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_are_told_in_batches_and_none_is_lost(tokens, tmp_path, capsys, monkeypatch):
     every, third = tmp_path / "every", tmp_path / "third"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert run(tokens, third, run__log_every=3, run__peak_tflops=0.001, parallel__activation_checkpointing=True) == 0
@@ -131,12 +119,10 @@ def test_losses_are_told_in_batches_and_none_is_lost(
     assert losses(third) == losses(every)
 
 
-def test_a_signal_before_the_first_step_leaves_at_once(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_before_the_first_step_leaves_at_once(tokens, tmp_path, monkeypatch):
     enter = StepReport.__enter__
 
-    def enter_and_stop(self: StepReport) -> StepReport:
+    def enter_and_stop(self):
         os.kill(os.getpid(), signal.SIGTERM)
         return enter(self)
 
@@ -148,7 +134,7 @@ def test_a_signal_before_the_first_step_leaves_at_once(
     assert not torch.distributed.is_initialized()
 
 
-def test_another_seed_is_refused_in_one_line(tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_seed_is_refused_in_one_line(tokens, tmp_path, capsys):
     assert run(tokens, tmp_path / "run", run__steps=3) == 0
     capsys.readouterr()
     assert run(tokens, tmp_path / "run", run__steps=3, run__seed=2) == 2
@@ -157,14 +143,12 @@ def test_another_seed_is_refused_in_one_line(tokens: Path, tmp_path: Path, capsy
 
 
 @pytest.mark.slow
-def test_a_time_limit_that_is_near_stops_the_run(tokens: Path, tmp_path: Path) -> None:
+def test_a_time_limit_that_is_near_stops_the_run(tokens, tmp_path):
     elapsed = time.time() - psutil.Process().create_time()
     assert run(tokens, tmp_path / "run", run__steps=10**6, run__time_limit_seconds=elapsed + 40) == 75
 
 
-def test_dry_run_says_what_it_means_and_makes_nothing(
-    tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_says_what_it_means_and_makes_nothing(tokens, tmp_path, capsys):
     (tmp_path / "run.toml").write_text(
         f'[data]\npath = "{tokens}"\n[run]\nsteps = 3\n[checkpoint]\nroot = "{tmp_path / "ck"}"\n'
     )

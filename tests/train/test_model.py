@@ -1,7 +1,5 @@
 """The decoder, its size in figures, and its initial weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48)
 VOCAB = 70
 
 
-def build(config: ModelConfig = SMALL, recompute: bool = False, seed: int = 1) -> Decoder:
+def build(config=SMALL, recompute=False, seed=1):
     model = Decoder(config, VOCAB, recompute)
     init_weights(model, seed)
     return model
@@ -22,7 +20,7 @@ def build(config: ModelConfig = SMALL, recompute: bool = False, seed: int = 1) -
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_shapes_and_parameter_count(tied: bool, kv_heads: int) -> None:
+def test_shapes_and_parameter_count(tied, kv_heads):
     config = SMALL.model_copy(update={"tied": tied, "kv_heads": kv_heads})
     model = build(config)
     assert model(torch.zeros(3, 5, dtype=torch.int64)).shape == (3, 5, VOCAB)
@@ -31,14 +29,14 @@ def test_shapes_and_parameter_count(tied: bool, kv_heads: int) -> None:
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}, "no buffers to save"
 
 
-def test_a_published_size() -> None:
+def test_a_published_size():
     """Llama 3 8B (dim 4096, 32 layers, 32 heads, 8 key-value heads, 14336 wide, 128256 tokens) has 8.03 billion."""
     llama = ModelConfig(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, tied=False)
     assert parameter_count(llama, 128_256) == 8_030_261_248
     assert flops_per_token(llama, 128_256, 8192) == pytest.approx(6 * 7.505e9 + 12 * 32 * 4096 * 8192, rel=1e-3)
 
 
-def test_attention_is_causal() -> None:
+def test_attention_is_causal():
     model = build()
     tokens = torch.randint(VOCAB, (1, 8), generator=torch.Generator().manual_seed(1))
     other = tokens.clone()
@@ -48,7 +46,7 @@ def test_attention_is_causal() -> None:
     assert not torch.equal(first[:, 5:], second[:, 5:])
 
 
-def test_grouped_query_attention_is_attention_with_repeated_heads() -> None:
+def test_grouped_query_attention_is_attention_with_repeated_heads():
     grouped = build()
     full = Decoder(SMALL.model_copy(update={"kv_heads": 4}), VOCAB)
     state = grouped.state_dict()
@@ -61,7 +59,7 @@ def test_grouped_query_attention_is_attention_with_repeated_heads() -> None:
     torch.testing.assert_close(grouped(tokens), full(tokens))
 
 
-def test_rotation_turns_by_relative_position() -> None:
+def test_rotation_turns_by_relative_position():
     table = rotation_table(10, 8, 10_000.0, torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
     query, key = (torch.randn(1, 1, 1, 8, generator=generator).expand(1, 1, 10, 8) for _ in range(2))
@@ -71,21 +69,21 @@ def test_rotation_turns_by_relative_position() -> None:
     assert rotate(query.bfloat16(), table).dtype == torch.bfloat16
 
 
-def test_recomputing_activations_changes_no_bit_and_no_name() -> None:
+def test_recomputing_activations_changes_no_bit_and_no_name():
     config = SMALL.model_copy(update={"dropout": 0.3})
     tokens = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(4))
     results = []
     for recompute in (False, True):
         model = build(config, recompute)
         torch.manual_seed(5)
-        token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]).backward()  # type: ignore[no-untyped-call]
+        token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]).backward()
         results.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert results[0].keys() == results[1].keys()
     for name, gradient in results[0].items():
-        assert torch.equal(gradient, results[1][name]), name  # type: ignore[arg-type]
+        assert torch.equal(gradient, results[1][name]), name
 
 
-def test_initial_weights_depend_on_seed_and_name_only() -> None:
+def test_initial_weights_depend_on_seed_and_name_only():
     first, second, other = build(), build(), build(seed=2)
     for (name, one), two, three in zip(first.named_parameters(), second.parameters(), other.parameters()):
         assert torch.equal(one, two), name
@@ -96,7 +94,7 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
     assert torch.equal(first.norm.weight, torch.ones(32))
 
 
-def test_only_matrices_decay() -> None:
+def test_only_matrices_decay():
     model = build()
     optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.5))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -105,7 +103,7 @@ def test_only_matrices_decay() -> None:
     }
 
 
-def test_the_schedule() -> None:
+def test_the_schedule():
     config = OptimizerConfig(learning_rate=2.0, warmup_steps=4, final_fraction=0.1)
     assert [learning_rate_factor(step, config, 24) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
     assert learning_rate_factor(4, config, 24) == 1.0
@@ -144,5 +142,5 @@ def test_the_schedule() -> None:
         ("unheard of", None),
     ],
 )
-def test_peaks_by_name(name: str, peak: float | None) -> None:
+def test_peaks_by_name(name, peak):
     assert peak_tflops(name) == peak

@@ -1,7 +1,5 @@
 """Tokenising: the same result for any number of threads, and a result that is whole or not there."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -22,7 +20,7 @@ SOURCES = Path(module.__file__).parent.parent
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
+def texts(tmp_path):
     folder = tmp_path / "texts"
     (folder / "inner").mkdir(parents=True)
     (folder / "b.txt").write_text("the cat sat on the mat\r\nthe end\n" * 50)
@@ -33,12 +31,12 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.slow
-def test_the_result_does_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_does_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_PIECE_CHARACTERS", 20_000)  # many pieces, so that threads finish out of order
     for workers in (1, 2, 3):
         tokenize(tmp_path / str(workers), [SOURCES], vocab_size=600, workers=workers, glob="*.py")
@@ -46,7 +44,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(tmp_path: Path, mon
     assert set(contents(tmp_path / "1")) == {TOKENS, META, TOKENIZER}
 
 
-def test_documents_come_back_in_sorted_order_with_an_end_each(texts: Path, tmp_path: Path) -> None:
+def test_documents_come_back_in_sorted_order_with_an_end_each(texts, tmp_path):
     from tokenizers import Tokenizer
 
     out = tmp_path / "out"
@@ -65,7 +63,7 @@ def test_documents_come_back_in_sorted_order_with_an_end_each(texts: Path, tmp_p
     assert documents == [file.read_bytes().decode(errors="replace") for file in files]
 
 
-def test_large_files_are_read_in_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_read_in_whole_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_PIECE_CHARACTERS", 10)
     file = tmp_path / "lines.txt"
     file.write_text("one line\nanother line\r\nthe last", newline="")
@@ -73,12 +71,12 @@ def test_large_files_are_read_in_whole_lines(tmp_path: Path, monkeypatch: pytest
     assert pieces == ["one line\nanother line\r\n", "the last"]
 
 
-def test_files_are_sorted_unique_and_not_empty(texts: Path) -> None:
+def test_files_are_sorted_unique_and_not_empty(texts):
     found = find_files([texts / "c.txt", texts, texts / "inner" / ".." / "b.txt"], "*.txt")
     assert found == [texts / "b.txt", texts / "c.txt", texts / "inner" / "a.txt"]
 
 
-def test_bad_input(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(texts, tmp_path, monkeypatch):
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="no files that match"):
         tokenize(out, [texts], glob="*.rst")
@@ -98,14 +96,14 @@ def test_bad_input(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not out.exists()
 
 
-def test_a_failure_leaves_nothing(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_nothing(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(DISK, "rename", lambda source, target: (_ for _ in ()).throw(OSError("no rename")))
     with pytest.raises(OSError, match="no rename"):
         tokenize(tmp_path / "out", [texts], vocab_size=300, workers=1, glob="*.txt")
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]
 
 
-def test_the_command_line(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(texts, tmp_path, capsys):
     before = signal.getsignal(signal.SIGTERM)
     try:
         arguments = [str(tmp_path / "out"), str(texts), "--vocab-size", "300", "--workers", "1", "--glob", "*.txt"]
@@ -117,14 +115,14 @@ def test_the_command_line(texts: Path, tmp_path: Path, capsys: pytest.CaptureFix
         signal.signal(signal.SIGTERM, before)
 
 
-def test_small_vocabularies_take_two_bytes_a_token() -> None:
+def test_small_vocabularies_take_two_bytes_a_token():
     assert dtype_for(65_536) == "uint16"
     assert dtype_for(65_537) == "uint32"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_job_leaves_no_result(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_killed_job_leaves_no_result(tmp_path, number):
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     text = "".join(path.read_text() for path in sorted(SOURCES.rglob("*.py")))
@@ -147,7 +145,7 @@ def test_a_killed_job_leaves_no_result(tmp_path: Path, number: signal.Signals) -
         assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
-def test_excluded_folders_are_left_out(tmp_path: Path) -> None:
+def test_excluded_folders_are_left_out(tmp_path):
     for name in ("a.py", "site-packages/b.py", "deep/site-packages/c.py", "deep/d.py", "site-packages.py"):
         path = tmp_path / "src" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,17 +1,13 @@
 """Three torchruns and a world of two: after a restart the third one waits in reserve, and the ranks run on. With one
 left of them, it ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -42,7 +38,7 @@ runpy.run_module("ckptman.train.torchrun", run_name="__main__", alter_sys=True)
 class Launchers:
     """torchruns on this host, the first of which has the rendezvous."""
 
-    def __init__(self, folder: Path, count: int, how: Sequence[str]) -> None:
+    def __init__(self, folder, count, how):
         self.folder = folder
         (folder / "rank.py").write_text(RANK)
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -57,16 +53,16 @@ class Launchers:
                 self.all.append(subprocess.Popen(command, cwd=folder, env=environ, stderr=said))
 
     @property
-    def starts(self) -> list[str]:
+    def starts(self):
         return [re.sub(r"-\d+$", "", path.name) for path in self.folder.glob("start-*")]
 
-    def until_started(self, count: int) -> None:
+    def until_started(self, count):
         deadline = time.monotonic() + 60
         while len(self.starts) < count:
             assert time.monotonic() < deadline, self.starts
             time.sleep(0.1)
 
-    def kill(self, number: int) -> None:
+    def kill(self, number):
         """With its rank."""
         with suppress(ProcessLookupError):
             for each in psutil.Process(self.all[number].pid).children():
@@ -75,7 +71,7 @@ class Launchers:
 
 
 @contextmanager
-def launchers(folder: Path, count: int, *how: str) -> Iterator[Launchers]:
+def launchers(folder, count, *how):
     found = Launchers(folder, count, how)
     try:
         yield found
@@ -87,7 +83,7 @@ def launchers(folder: Path, count: int, *how: str) -> Iterator[Launchers]:
 
 
 @pytest.mark.timeout(120)
-def test_a_node_in_reserve_is_no_reason_to_restart(tmp_path: Path) -> None:
+def test_a_node_in_reserve_is_no_reason_to_restart(tmp_path):
     with launchers(tmp_path, 3, "-m", "ckptman.train.torchrun") as found:
         found.until_started(2)
         time.sleep(2.0)  # the third one has come too
@@ -103,7 +99,7 @@ def test_a_node_in_reserve_is_no_reason_to_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_it_ends_when_too_few_nodes_are_left(tmp_path: Path) -> None:
+def test_it_ends_when_too_few_nodes_are_left(tmp_path):
     with launchers(tmp_path, 2, "-c", IMPATIENT) as found:
         found.until_started(2)
         found.kill(1)

@@ -1,15 +1,11 @@
 """What a copy is: the same bytes, proved at the destination; and what it refuses, repairs and leaves alone."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -20,12 +16,12 @@ from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.reader_lease import look
 from ckptman.catalog.verified import identify, note_damaged, note_verified
 from ckptman.catalog.writer_lock import claim
-from ckptman.errors import BusyError, CkptmanError, ConfigError, CorruptError, ExistsError, NotFoundError, RootError
+from ckptman.errors import BusyError, ConfigError, CorruptError, ExistsError, NotFoundError, RootError
 from ckptman.forecast.transfer_time import Pace, Remaining, remaining
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import DOT
 from ckptman.io.durable_files import DISK, Disk
-from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint, copy_foreign
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint, copy_foreign
 from ckptman.transfer.progress import Limit, Meter
 from tests.helpers.checkpoints import commit, flip_byte, note_in
 from tests.helpers.faulty_disk import FaultyDisk, holds
@@ -36,7 +32,7 @@ STRIDE = 4 * 2**20
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     """Step 200, committed third, after 100 and 300: files of two pieces and a bit."""
     commit(tmp_path / "source", 100)
     commit(tmp_path / "source", 300)
@@ -44,11 +40,11 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def copy(source: Path, root: Path, step: int = 200, disk: Disk = DISK, **means: object) -> Copied:
-    return copy_checkpoint(Catalog(source).entry(step), LocalBackend(root, disk), CopyOptions(**means))  # type: ignore[arg-type]
+def copy(source, root, step=200, disk=DISK, **means):
+    return copy_checkpoint(Catalog(source).entry(step), LocalBackend(root, disk), CopyOptions(**means))
 
 
-def draft_of(root: Path) -> Path:
+def draft_of(root):
     (draft,) = root.glob("*.tmp-copy-*")
     return draft
 
@@ -56,11 +52,11 @@ def draft_of(root: Path) -> Path:
 class Once:
     """Does something the first time that a phase has moved so much."""
 
-    def __init__(self, phase: str, action: Callable[[], object], after_bytes: int = 1) -> None:
+    def __init__(self, phase, action, after_bytes=1):
         self.phase, self.action, self.after_bytes, self.done = phase, action, after_bytes, False
         self.lock = threading.Lock()
 
-    def __call__(self, meter: Meter) -> None:
+    def __call__(self, meter):
         with self.lock:
             if self.done or meter.phase != self.phase or meter.done_bytes < self.after_bytes:
                 return
@@ -68,11 +64,11 @@ class Once:
         self.action()
 
 
-def stop() -> None:
+def stop():
     raise KeyboardInterrupt
 
 
-def test_a_copy_is_the_same_checkpoint_and_is_proved(source: Path, tmp_path: Path) -> None:
+def test_a_copy_is_the_same_checkpoint_and_is_proved(source, tmp_path):
     copied = copy(source, tmp_path / "root")
     assert (copied.step, copied.already, copied.written_bytes) == (200, False, copied.bytes)
     here, there = source / FOLDER, tmp_path / "root" / FOLDER
@@ -87,7 +83,7 @@ def test_a_copy_is_the_same_checkpoint_and_is_proved(source: Path, tmp_path: Pat
     assert list((tmp_path / "root").glob(f"{DOT}/*")) == []
 
 
-def test_everything_is_flushed_before_it_can_be_seen(source: Path, tmp_path: Path) -> None:
+def test_everything_is_flushed_before_it_can_be_seen(source, tmp_path):
     disk = FaultyDisk()
     place = LocalBackend(tmp_path / "root", disk)
     copied = copy_checkpoint(Catalog(source).entry(200), place)
@@ -98,9 +94,7 @@ def test_everything_is_flushed_before_it_can_be_seen(source: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("direct", [True, False])
-def test_any_number_of_threads_with_and_without_direct_io(
-    threads: int, direct: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_number_of_threads_with_and_without_direct_io(threads, direct, source, tmp_path, monkeypatch):
     if not direct:
         refuse_direct(monkeypatch)
     copied = copy(source, tmp_path / "root", threads=threads)
@@ -108,7 +102,7 @@ def test_any_number_of_threads_with_and_without_direct_io(
     assert holds(tmp_path / "root")[200] == holds(source)[200]
 
 
-def test_what_was_proved_of_the_original_holds_of_the_copy(source: Path, tmp_path: Path) -> None:
+def test_what_was_proved_of_the_original_holds_of_the_copy(source, tmp_path):
     manifest = read_manifest(source / FOLDER)
     note_verified(
         source / FOLDER,
@@ -124,7 +118,7 @@ def test_what_was_proved_of_the_original_holds_of_the_copy(source: Path, tmp_pat
     assert note.time_seconds > 1.0
 
 
-def test_a_pin_travels_and_what_is_no_part_of_it_does_not(source: Path, tmp_path: Path) -> None:
+def test_a_pin_travels_and_what_is_no_part_of_it_does_not(source, tmp_path):
     (source / FOLDER / "pinned.json").write_text('{"why": "Table 2"}')
     (source / FOLDER / "notes\x1b.txt").write_text("mine")
     copied = copy(source, tmp_path / "root")
@@ -132,7 +126,7 @@ def test_a_pin_travels_and_what_is_no_part_of_it_does_not(source: Path, tmp_path
     assert copied.remarks == ("notes\\x1b.txt is not in the manifest: it was not copied",)
 
 
-def test_one_that_is_there_is_not_copied_again_but_proved(source: Path, tmp_path: Path) -> None:
+def test_one_that_is_there_is_not_copied_again_but_proved(source, tmp_path):
     root = tmp_path / "root"
     copy(source, root)
     assert copy(source, root).already
@@ -147,7 +141,7 @@ def test_one_that_is_there_is_not_copied_again_but_proved(source: Path, tmp_path
     assert holds(root)[200] == holds(source)[200]
 
 
-def test_another_one_of_the_same_step_stays_unless_it_may_go(source: Path, tmp_path: Path) -> None:
+def test_another_one_of_the_same_step_stays_unless_it_may_go(source, tmp_path):
     root = tmp_path / "root"
     commit(root, 200)
     before = holds(root)
@@ -165,7 +159,7 @@ def test_another_one_of_the_same_step_stays_unless_it_may_go(source: Path, tmp_p
         copy(source, root)
 
 
-def test_an_interrupted_copy_goes_on_where_it_was(source: Path, tmp_path: Path) -> None:
+def test_an_interrupted_copy_goes_on_where_it_was(source, tmp_path):
     root = tmp_path / "root"
     with pytest.raises(KeyboardInterrupt):
         copy(source, root, threads=1, meter=Meter(Once("copying", stop, 2 * STRIDE + 1)))
@@ -177,7 +171,7 @@ def test_an_interrupted_copy_goes_on_where_it_was(source: Path, tmp_path: Path) 
     assert not draft.exists()
 
 
-def test_what_is_wrong_in_a_draft_is_written_again(source: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_in_a_draft_is_written_again(source, tmp_path):
     root = tmp_path / "root"
     with pytest.raises(KeyboardInterrupt):
         copy(source, root, meter=Meter(Once("verifying", stop)))
@@ -206,7 +200,7 @@ def test_what_is_wrong_in_a_draft_is_written_again(source: Path, tmp_path: Path)
     }
 
 
-def test_a_draft_that_is_a_link_is_not_followed(source: Path, tmp_path: Path) -> None:
+def test_a_draft_that_is_a_link_is_not_followed(source, tmp_path):
     root, outside = tmp_path / "root", tmp_path / "outside"
     with pytest.raises(KeyboardInterrupt):
         copy(source, root, meter=Meter(Once("copying", stop)))
@@ -228,14 +222,14 @@ def test_a_draft_that_is_a_link_is_not_followed(source: Path, tmp_path: Path) ->
         ("blocks-00001.bin", r"blocks-00001\.bin does not match its digest|blocks-00001\.bin is not what was saved"),
     ],
 )
-def test_a_damaged_original_is_refused_by_file_and_block(name: str, told: str, source: Path, tmp_path: Path) -> None:
+def test_a_damaged_original_is_refused_by_file_and_block(name, told, source, tmp_path):
     flip_byte(source / FOLDER / name)
     with pytest.raises(CorruptError, match=told):
         copy(source, tmp_path / "root")
     assert list((tmp_path / "root").glob("step-*")) == []
 
 
-def test_one_that_was_found_damaged_is_refused_before_a_byte_is_read(source: Path, tmp_path: Path) -> None:
+def test_one_that_was_found_damaged_is_refused_before_a_byte_is_read(source, tmp_path):
     manifest = read_manifest(source / FOLDER)
     identity = identify(source / FOLDER, manifest)
     note_damaged(source / FOLDER, identity, "block 3", DISK)
@@ -243,11 +237,11 @@ def test_one_that_was_found_damaged_is_refused_before_a_byte_is_read(source: Pat
         copy(source, tmp_path / "root")
 
 
-def test_an_original_that_is_deleted_or_saved_again_meanwhile_is_told(source: Path, tmp_path: Path) -> None:
+def test_an_original_that_is_deleted_or_saved_again_meanwhile_is_told(source, tmp_path):
     entry = Catalog(source).entry(200)
     root = tmp_path / "root"
 
-    def again() -> None:
+    def again():
         shutil.rmtree(source / FOLDER)
         commit(source, 200, rows=1_200_000)
 
@@ -265,17 +259,17 @@ def test_an_original_that_is_deleted_or_saved_again_meanwhile_is_told(source: Pa
 class LyingDisk(Disk):
     """Loses one byte of what it writes at a place."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.lies = True
 
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+    def write_at(self, fd, data, offset):
         if self.lies and offset == STRIDE and len(data) >= 4096:
             self.lies = False
             data[100] ^= 1
         return os.pwrite(fd, data, offset)
 
 
-def test_what_storage_does_not_give_back_does_not_count(source: Path, tmp_path: Path) -> None:
+def test_what_storage_does_not_give_back_does_not_count(source, tmp_path):
     root = tmp_path / "root"
     with pytest.raises(RootError, match=r"does not give back what was written to it \(__\d_0\.distcp.*blocks \(32;"):
         copy(source, root, threads=1, disk=LyingDisk())
@@ -285,12 +279,10 @@ def test_what_storage_does_not_give_back_does_not_count(source: Path, tmp_path: 
     assert holds(root)[200] == holds(source)[200]
 
 
-def test_where_there_is_no_room_nothing_is_written(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_there_is_no_room_nothing_is_written(source, tmp_path, monkeypatch):
     root, statvfs = tmp_path / "root", os.statvfs
 
-    def full(path: Path) -> os.statvfs_result:
+    def full(path):
         return os.statvfs_result((*statvfs(path)[:4], 100, *statvfs(path)[5:]))
 
     with monkeypatch.context() as patch:
@@ -305,17 +297,17 @@ def test_where_there_is_no_room_nothing_is_written(
         assert copy(source, root).written_bytes == 0
 
 
-def test_a_destination_that_goes_away_is_no_original_that_is_gone(source: Path, tmp_path: Path) -> None:
+def test_a_destination_that_goes_away_is_no_original_that_is_gone(source, tmp_path):
     root = tmp_path / "root"
     with pytest.raises(RootError, match="No such file or directory"):
         copy(source, root, threads=1, meter=Meter(Once("copying", lambda: shutil.rmtree(root))))
 
 
-def test_of_two_copies_at_once_one_works_and_the_other_is_told(source: Path, tmp_path: Path) -> None:
+def test_of_two_copies_at_once_one_works_and_the_other_is_told(source, tmp_path):
     root = tmp_path / "root"
-    told: list[BaseException] = []
+    told = []
 
-    def second() -> None:
+    def second():
         with pytest.raises(BusyError, match="another copy of the same checkpoint") as refused:
             copy(source, root)
         told.append(refused.value)
@@ -327,7 +319,7 @@ def test_of_two_copies_at_once_one_works_and_the_other_is_told(source: Path, tmp
     assert sorted(holds(root)) == [200, 300]
 
 
-def test_many_copies_at_once_harm_nothing(source: Path, tmp_path: Path) -> None:
+def test_many_copies_at_once_harm_nothing(source, tmp_path):
     root = tmp_path / "root"
     script = (
         "import sys; from pathlib import Path; from tests.transfer.test_copy import copy\n"
@@ -345,12 +337,12 @@ def test_many_copies_at_once_harm_nothing(source: Path, tmp_path: Path) -> None:
     assert [path.name for path in root.iterdir() if path.name != DOT] == [FOLDER]
 
 
-def test_both_sides_are_held_meanwhile_and_no_prune_takes_anything(source: Path, tmp_path: Path) -> None:
+def test_both_sides_are_held_meanwhile_and_no_prune_takes_anything(source, tmp_path):
     root = tmp_path / "root"
     commit(root, 50)
-    seen: list[dict[str, str]] = []
+    seen = []
 
-    def see() -> None:
+    def see():
         seen.extend((look(source).names, look(root).names))
         plan = plan_prune(root, None)
         assert plan.leftovers == []
@@ -365,7 +357,7 @@ def test_both_sides_are_held_meanwhile_and_no_prune_takes_anything(source: Path,
     assert sorted(holds(root)) == [50, 200]
 
 
-def test_the_root_of_a_run_that_is_alive_is_left_alone(source: Path, tmp_path: Path) -> None:
+def test_the_root_of_a_run_that_is_alive_is_left_alone(source, tmp_path):
     root = tmp_path / "root"
     commit(root, 100)
     script = (
@@ -387,7 +379,7 @@ def test_the_root_of_a_run_that_is_alive_is_left_alone(source: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("root", ["source", "source/backup", f"source/{FOLDER}", f"source/{FOLDER}/x", "other/step-1"])
-def test_a_destination_that_cannot_be_one_is_refused(root: str, source: Path, tmp_path: Path) -> None:
+def test_a_destination_that_cannot_be_one_is_refused(root, source, tmp_path):
     commit(tmp_path / "other", 1)
     (tmp_path / "other" / "step-1").symlink_to(tmp_path / "other" / "step-0000000001")
     with pytest.raises(ConfigError):
@@ -397,7 +389,7 @@ def test_a_destination_that_cannot_be_one_is_refused(root: str, source: Path, tm
         copy(source, tmp_path / "link" / "backup")
 
 
-def test_blocks_of_any_size_are_copied(source: Path, tmp_path: Path) -> None:
+def test_blocks_of_any_size_are_copied(source, tmp_path):
     from ckptman.io.checksums import digest_file, digest_of_blocks
     from tests.helpers.faulty_disk import rewrite
 
@@ -413,14 +405,14 @@ def test_blocks_of_any_size_are_copied(source: Path, tmp_path: Path) -> None:
         assert copied.written_bytes == copied.bytes
 
 
-def foreign(folder: Path) -> Path:
+def foreign(folder):
     folder.mkdir(parents=True)
     for name, size in ((".metadata", 100), ("__0_0.distcp", 2 * STRIDE + 12_345), ("__1_0.distcp", 0)):
         (folder / name).write_bytes(os.urandom(size))
     return folder
 
 
-def test_a_checkpoint_of_others_is_copied_by_bytes(tmp_path: Path) -> None:
+def test_a_checkpoint_of_others_is_copied_by_bytes(tmp_path):
     folder, root = foreign(tmp_path / "plain"), tmp_path / "root"
     with pytest.raises(KeyboardInterrupt):
         copy_foreign(folder, LocalBackend(root), CopyOptions(threads=1, meter=Meter(Once("copying", stop, STRIDE + 1))))
@@ -444,7 +436,7 @@ def test_a_checkpoint_of_others_is_copied_by_bytes(tmp_path: Path) -> None:
         copy_foreign(folder, LocalBackend(folder / "inside"))
 
 
-def test_a_checkpoint_of_others_that_changes_meanwhile_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_of_others_that_changes_meanwhile_is_told(tmp_path):
     folder, root = foreign(tmp_path / "plain"), tmp_path / "root"
     meter = Meter(Once("copying", lambda: os.truncate(folder / "__0_0.distcp", 10)))
     with pytest.raises(NotFoundError, match="was deleted, or saved again"):
@@ -452,10 +444,10 @@ def test_a_checkpoint_of_others_that_changes_meanwhile_is_told(tmp_path: Path) -
     assert [path.name for path in root.iterdir() if path.name != DOT] == []
 
 
-def test_a_limit_holds_for_all_threads_together() -> None:
-    waits: list[float] = []
+def test_a_limit_holds_for_all_threads_together():
+    waits = []
     limit = Limit(1e9)
-    limit._over.wait = waits.append  # type: ignore
+    limit._over.wait = waits.append
     for _ in range(100):
         limit.take(10**8)
     # Nobody really waits here, so each has to wait for all before it.
@@ -464,11 +456,11 @@ def test_a_limit_holds_for_all_threads_together() -> None:
         Limit(0)
 
 
-def test_a_copy_within_a_limit_counts_what_is_read_back_too(source: Path, tmp_path: Path) -> None:
-    waits: list[float] = []
+def test_a_copy_within_a_limit_counts_what_is_read_back_too(source, tmp_path):
+    waits = []
     copied = copy(source, tmp_path / "root", threads=1, limit=Limit(1e15))
     limit = Limit(1e3)
-    limit._over.wait = waits.append  # type: ignore
+    limit._over.wait = waits.append
     copy(source, tmp_path / "other", threads=1, limit=limit)
     assert waits[-1] == pytest.approx(2 * copied.bytes / 1e3, rel=0.05)
 
@@ -484,13 +476,11 @@ def test_a_copy_within_a_limit_counts_what_is_read_back_too(source: Path, tmp_pa
         (Pace(0, 1.0, 10, 2.0, 10.0), (300, 30), None),
     ],
 )
-def test_time_left_is_bytes_by_bandwidth_and_files_by_rate(
-    pace: Pace, left: tuple[int, int], expected: Remaining | None
-) -> None:
+def test_time_left_is_bytes_by_bandwidth_and_files_by_rate(pace, left, expected):
     assert remaining(pace, *left) == expected
 
 
-def test_both_parts_are_told_where_both_matter() -> None:
+def test_both_parts_are_told_where_both_matter():
     assert Remaining(24.0, 6.0).both_matter
     assert Remaining(1.0, 9.0).both_matter
     assert not Remaining(100.0, 1.0).both_matter
@@ -506,6 +496,6 @@ def test_both_parts_are_told_where_both_matter() -> None:
         NotReadBackError("draft", ("a has other bytes",)),
     ],
 )
-def test_what_ends_a_copy_is_told_to_other_ranks(error: CkptmanError) -> None:
+def test_what_ends_a_copy_is_told_to_other_ranks(error):
     told = pickle.loads(pickle.dumps(error))
     assert (type(told), str(told), vars(told)) == (type(error), str(error), vars(error))

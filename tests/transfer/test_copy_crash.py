@@ -4,14 +4,10 @@ The one that died made things visible that it had not flushed yet. The next one 
 granted that they stay.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import shutil
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -22,7 +18,7 @@ from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.tiers import open_tier, write_tiers
-from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.durable_files import DISK
 from ckptman.policies.retention import KeepLast
 from ckptman.policies.tiers import Tier
 from ckptman.transfer.copy import CopyOptions, copy_checkpoint
@@ -35,19 +31,19 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def dead(monkeypatch):
     """Whoever died in this process is dead, although its pid is alive, and is not watched for half a minute."""
     for module in (owner, lease):
         monkeypatch.setattr(module, "process_lives", lambda claimant: False)
     monkeypatch.setattr(owner, "PATIENCE_SECONDS", 0)
 
 
-def copy(world: Path, disk: Disk) -> None:
+def copy(world, disk):
     for entry in Catalog(world / "root").complete():
         copy_checkpoint(entry, LocalBackend(world / "near", disk), CopyOptions(threads=1))
 
 
-def drain(world: Path, disk: Disk) -> None:
+def drain(world, disk):
     root = world / "root"
     write_tiers(root, [Tier(world / "near")], disk)
     plan = plan_drain(root, [Tier(world / "near")])
@@ -58,9 +54,7 @@ def drain(world: Path, disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("act", [copy, drain])
-def test_what_was_begun_again_and_finished_outlives_a_power_cut(
-    act: Callable[[Path, Disk], None], tmp_path: Path
-) -> None:
+def test_what_was_begun_again_and_finished_outlives_a_power_cut(act, tmp_path):
     commit(tmp_path / "before" / "root", 100)
     commit(tmp_path / "before" / "root", 200)
     whole = holds(tmp_path / "before" / "root")

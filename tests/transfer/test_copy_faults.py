@@ -1,7 +1,5 @@
 """A copy that dies or fails at any operation leaves the destination as it was or with the whole copy, and goes on."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
@@ -28,36 +26,36 @@ STEP = 200
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting(monkeypatch):
     """Nobody pulls the plug here: what counts is the order of operations."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture
-def dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def dead(monkeypatch):
     """Whoever died in this process is dead, although its pid is alive, and is not watched for half a minute."""
     monkeypatch.setattr(owner, "process_lives", lambda claimant: False)
     monkeypatch.setattr(owner, "PATIENCE_SECONDS", 0)
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     root = tmp_path_factory.mktemp("source")
     commit(root, 100)
     commit(root, STEP, rows=3000)
     return root
 
 
-def copy(source: Path, root: Path, disk: Disk, **means: object) -> object:
+def copy(source, root, disk, **means):
     place = LocalBackend(root, disk)
-    return copy_checkpoint(Catalog(source).entry(STEP), place, CopyOptions(threads=1, **means))  # type: ignore[arg-type]
+    return copy_checkpoint(Catalog(source).entry(STEP), place, CopyOptions(threads=1, **means))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", ["nothing", "another", "the same step"])
 @pytest.mark.usefixtures("dead")
-def test_death_at_any_operation_leaves_the_old_set_or_the_new_one(source: Path, before: str, tmp_path: Path) -> None:
-    old: dict[int, tuple[int, str]] = {}
+def test_death_at_any_operation_leaves_the_old_set_or_the_new_one(source, before, tmp_path):
+    old = {}
     model = tmp_path / "model"
     if before != "nothing":
         commit(model, 100 if before == "another" else STEP, rows=16)
@@ -96,7 +94,7 @@ def test_death_at_any_operation_leaves_the_old_set_or_the_new_one(source: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS])
 @pytest.mark.usefixtures("dead")
-def test_an_error_at_any_operation_is_told_and_harms_nothing(source: Path, code: int, tmp_path: Path) -> None:
+def test_an_error_at_any_operation_is_told_and_harms_nothing(source, code, tmp_path):
     failed = 0
     for number, fault in enumerate(faults(code, ("before",))):
         root = tmp_path / f"root-{number}"
@@ -120,7 +118,7 @@ def test_an_error_at_any_operation_is_told_and_harms_nothing(source: Path, code:
     assert failed > 10
 
 
-def copies_forever(source: Path, root: Path) -> None:
+def copies_forever(source, root):
     """Copy, tell, delete, again and again."""
     os.fsync = lambda fd: None
     while True:
@@ -131,7 +129,7 @@ def copies_forever(source: Path, root: Path) -> None:
             LocalBackend(root).remove(entry.path, entry.path.name, os.urandom(4).hex())
 
 
-def kill_again_and_again(tmp_path: Path, kills: int, seed: int) -> None:
+def kill_again_and_again(tmp_path, kills, seed):
     """Kill a process that copies at random moments. What counts at the destination is whole and proved, each time."""
     print(f"seed {seed}")
     dice = random.Random(seed)
@@ -161,13 +159,13 @@ def kill_again_and_again(tmp_path: Path, kills: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_ten_kills(tmp_path: Path) -> None:
+def test_ten_kills(tmp_path):
     kill_again_and_again(tmp_path, 10, seed=random.randrange(2**32))
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
-def test_three_hundred_kills(tmp_path: Path) -> None:
+def test_three_hundred_kills(tmp_path):
     kill_again_and_again(tmp_path, 300, seed=random.randrange(2**32))
 
 

@@ -1,16 +1,12 @@
 """Copies where others are unkind: nothing that is not ours is replaced, and nothing wrong is called right."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from xxhash import xxh3_128_hexdigest
@@ -25,7 +21,7 @@ from ckptman.format.paths import DOT, MANIFEST, step_folder
 from ckptman.io import file_reader
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import open_regular
-from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint, copy_foreign
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint, copy_foreign
 from ckptman.transfer.progress import Limit, Meter
 from tests.helpers.checkpoints import commit, steps_of
 
@@ -34,7 +30,7 @@ Told = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def source(tmp_path, monkeypatch):
     """Steps 100 and 200, seen from the folder that holds their root."""
     for step in (100, 200):
         commit(tmp_path / "source", step, rows=3000)
@@ -42,11 +38,11 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "source"
 
 
-def copy(source: Path, root: Path, step: int = 200, disk: Disk = DISK, overwrite: bool = False) -> Copied:
+def copy(source, root, step=200, disk=DISK, overwrite=False):
     return copy_checkpoint(Catalog(source).entry(step), LocalBackend(root, disk), CopyOptions(overwrite=overwrite))
 
 
-def plain(folder: Path, content: bytes) -> Path:
+def plain(folder, content):
     """What looks like a checkpoint of plain DCP, in two files."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("__0_0.distcp", ".metadata"):
@@ -54,11 +50,11 @@ def plain(folder: Path, content: bytes) -> Path:
     return folder
 
 
-def test_a_checkpoint_of_others_that_is_saved_over_meanwhile_is_no_mixture(tmp_path: Path) -> None:
+def test_a_checkpoint_of_others_that_is_saved_over_meanwhile_is_no_mixture(tmp_path):
     folder = plain(tmp_path / "outputs", b"one")
     saved = threading.Event()
 
-    def save_over(meter: Meter) -> None:
+    def save_over(meter):
         if meter.phase == "verifying" and not saved.is_set():
             saved.set()
             plain(folder, b"two")
@@ -71,7 +67,7 @@ def test_a_checkpoint_of_others_that_is_saved_over_meanwhile_is_no_mixture(tmp_p
     assert not copy_foreign(folder, place).already
 
 
-def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path):
     folder = plain(tmp_path / "outputs", b"one")
     thesis = tmp_path / "project" / "outputs" / "thesis.tex"
     thesis.parent.mkdir(parents=True)
@@ -85,7 +81,7 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", MANIFEST, "eval/results.json", ".metadata/workspace"])
-def test_nor_what_only_has_the_name_of_one(name: str, source: Path, tmp_path: Path) -> None:
+def test_nor_what_only_has_the_name_of_one(name, source, tmp_path):
     root = tmp_path / "root"
     theirs = root / STEP / name
     theirs.parent.mkdir(parents=True)
@@ -98,13 +94,13 @@ def test_nor_what_only_has_the_name_of_one(name: str, source: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("lost", [MANIFEST, "__0_0.distcp", "index.json"])
-def test_what_is_left_of_a_checkpoint_is_replaced(lost: str, source: Path, tmp_path: Path) -> None:
+def test_what_is_left_of_a_checkpoint_is_replaced(lost, source, tmp_path):
     copy(source, tmp_path / "root")
     (tmp_path / "root" / STEP / lost).unlink()
     assert not copy(source, tmp_path / "root", overwrite=True).already
 
 
-def test_of_what_is_replaced_nothing_is_left(source: Path, tmp_path: Path) -> None:
+def test_of_what_is_replaced_nothing_is_left(source, tmp_path):
     root = tmp_path / "root"
     commit(root, 200, metrics={"loss": 1.0})
     with pytest.raises(ExistsError):
@@ -115,9 +111,9 @@ def test_of_what_is_replaced_nothing_is_left(source: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", [MANIFEST, PINNED])
-def test_the_manifest_and_a_pin_are_read_back_too(name: str, source: Path, tmp_path: Path) -> None:
+def test_the_manifest_and_a_pin_are_read_back_too(name, source, tmp_path):
     class Garbling(Disk):
-        def write_file(self, path: Path, data: bytes) -> None:
+        def write_file(self, path, data):
             super().write_file(path, data[:-3] + b"?" + data[-2:] if path.name == name else data)
 
     pin(source / STEP, "the paper", by="me", time_seconds=1.0, disk=DISK)
@@ -127,7 +123,7 @@ def test_the_manifest_and_a_pin_are_read_back_too(name: str, source: Path, tmp_p
     copy(source, tmp_path / "root")
 
 
-def test_a_pin_that_was_set_later_travels_with_the_next_copy(source: Path, tmp_path: Path) -> None:
+def test_a_pin_that_was_set_later_travels_with_the_next_copy(source, tmp_path):
     copy(source, tmp_path / "root")
     pin(source / STEP, "the paper", by="me", time_seconds=1.0, disk=DISK)
     assert copy(source, tmp_path / "root").already
@@ -136,7 +132,7 @@ def test_a_pin_that_was_set_later_travels_with_the_next_copy(source: Path, tmp_p
     assert there.why == "the paper"
 
 
-def test_a_copy_that_is_refused_or_does_nothing_abandons_nothing_of_a_run_at_work(source: Path, tmp_path: Path) -> None:
+def test_a_copy_that_is_refused_or_does_nothing_abandons_nothing_of_a_run_at_work(source, tmp_path):
     root = tmp_path / "root"
     for step in (100, 200):
         copy(source, root, step)
@@ -156,7 +152,7 @@ def test_a_copy_that_is_refused_or_does_nothing_abandons_nothing_of_a_run_at_wor
     assert sorted(steps_of(Catalog(root).complete())) == [100, 150]
 
 
-def test_with_all_one_that_somebody_else_copies_keeps_no_other_one(source: Path, tmp_path: Path, capsys: Told) -> None:
+def test_with_all_one_that_somebody_else_copies_keeps_no_other_one(source, tmp_path, capsys):
     root = tmp_path / "root"
     with a_copy_of(source, 100, root):
         assert main(["copy", str(source), str(root), "--all"]) == 11
@@ -166,10 +162,8 @@ def test_with_all_one_that_somebody_else_copies_keeps_no_other_one(source: Path,
     assert steps_of(Catalog(root).complete()) == [200]
 
 
-def test_with_all_a_file_that_cannot_be_read_keeps_no_other_checkpoint(
-    source: Path, tmp_path: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def closed(path: Path, **how: bool) -> int:
+def test_with_all_a_file_that_cannot_be_read_keeps_no_other_checkpoint(source, tmp_path, capsys, monkeypatch):
+    def closed(path, **how):
         if path.parent.name == "step-0000000100":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return open_regular(path, **how)
@@ -180,7 +174,7 @@ def test_with_all_a_file_that_cannot_be_read_keeps_no_other_checkpoint(
     assert steps_of(Catalog(tmp_path / "root").complete()) == [200]
 
 
-def test_a_draft_of_what_was_saved_over_since_is_cleared_by_the_next_copy(tmp_path: Path) -> None:
+def test_a_draft_of_what_was_saved_over_since_is_cleared_by_the_next_copy(tmp_path):
     folder, root = plain(tmp_path / "outputs", b"one"), tmp_path / "root"
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(folder), str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -194,13 +188,13 @@ def test_a_draft_of_what_was_saved_over_since_is_cleared_by_the_next_copy(tmp_pa
     assert [path.name for path in root.iterdir() if path.name != DOT] == ["outputs"]
 
 
-def test_an_interrupt_is_not_held_back_by_a_limit(source: Path, tmp_path: Path) -> None:
+def test_an_interrupt_is_not_held_back_by_a_limit(source, tmp_path):
     """The thread that copies would wait for hours; the interrupt comes to the one that waits for it."""
 
     class Interrupted(Limit):
         told = threading.Lock()
 
-        def take(self, count: int) -> None:
+        def take(self, count):
             if self.told.acquire(blocking=False):
                 os.kill(os.getpid(), signal.SIGINT)
             super().take(count)
@@ -234,7 +228,7 @@ copy_foreign(Path(sys.argv[1]), LocalBackend(sys.argv[2]), CopyOptions(meter=Met
 
 
 @contextmanager
-def a_run_in(root: Path) -> Iterator[None]:
+def a_run_in(root):
     """Somebody else owns a root, or a draft, meanwhile."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNS, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -248,7 +242,7 @@ def a_run_in(root: Path) -> Iterator[None]:
 
 
 @contextmanager
-def a_copy_of(source: Path, step: int, root: Path) -> Iterator[None]:
+def a_copy_of(source, step, root):
     """Another copy of one of the checkpoints is at work meanwhile."""
     folder = step_folder(step)
     tag = xxh3_128_hexdigest((source / folder / MANIFEST).read_bytes())[:16]
@@ -270,7 +264,7 @@ def a_copy_of(source: Path, step: int, root: Path) -> Iterator[None]:
     ],
     ids=lambda files: " ".join(files),
 )
-def test_a_folder_of_somebody_elses_is_not_replaced(files: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_folder_of_somebody_elses_is_not_replaced(files, tmp_path):
     source, root = tmp_path / "a", tmp_path / "b"
     commit(source, 200)
     for name, data in files.items():
@@ -282,10 +276,10 @@ def test_a_folder_of_somebody_elses_is_not_replaced(files: dict[str, bytes], tmp
     assert {name: (root / step_folder(200) / name).read_bytes() for name in files} == files
 
 
-def test_a_file_that_was_cut_off_goes_on_from_there(source: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_off_goes_on_from_there(source, tmp_path):
     commit(source, 300, rows=1_500_000)
 
-    def stop(meter: Meter) -> None:
+    def stop(meter):
         if meter.phase == "verifying":
             raise KeyboardInterrupt
 

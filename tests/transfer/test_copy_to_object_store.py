@@ -1,14 +1,11 @@
 """Copies to an S3 server and back, while it is busy, silent or away: never a lie, and never "no checkpoints"."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -20,11 +17,11 @@ from ckptman.catalog.backends.object_store import COPYING, ObjectBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, CorruptError, ExistsError, FormatVersionError, NotFoundError, RootError
-from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from ckptman.transfer.progress import Meter
 from tests.helpers.checkpoints import commit, flip_byte, note_in
 from tests.helpers.faulty_disk import holds, rewrite
-from tests.helpers.object_store import Failure, Proxy, Request, bucket_fixture, proxy_fixture
+from tests.helpers.object_store import bucket_fixture, proxy_fixture
 
 __all__ = ["bucket_fixture", "proxy_fixture"]
 
@@ -34,14 +31,14 @@ FOLDER = "step-0000000100"
 
 
 @pytest.fixture(autouse=True)
-def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waits(monkeypatch):
     """What is tried again is tried at once, in this process."""
     monkeypatch.setattr(ObjectBackend, "attempts", ATTEMPTS)
     monkeypatch.setattr(ObjectBackend, "first_seconds", 0.0)
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """Two checkpoints of which the second has files of several parts."""
     commit(tmp_path / "root", 100, rows=80_000, metrics={"loss": 2.0})
     commit(tmp_path / "root", 200, rows=700_000)
@@ -49,12 +46,12 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def place(bucket: str, monkeypatch: pytest.MonkeyPatch) -> ObjectBackend:
+def place(bucket, monkeypatch):
     monkeypatch.setattr(objectput, "PART_BYTES", 5 * 2**20)  # the least that S3 takes
     return ObjectBackend(f"s3://{bucket}/runs/a")
 
 
-def impatient(place: ObjectBackend, failure: Failure, attempts: int) -> ObjectBackend:
+def impatient(place, failure, attempts):
     """The same place; where the server is silent, it is not waited for long: only then, as this host may be busy."""
     seconds = 0.5 if failure == "hang" else 60
     config = {"connect_timeout": 10, "read_timeout": seconds, "retries": {"total_max_attempts": 1}}
@@ -65,16 +62,16 @@ def impatient(place: ObjectBackend, failure: Failure, attempts: int) -> ObjectBa
     return found
 
 
-def upload(root: Path, place: ObjectBackend, step: int = 100, **means: object) -> Copied:
-    return copy_checkpoint(Catalog(root).entry(step), place, CopyOptions(**means))  # type: ignore[arg-type]
+def upload(root, place, step=100, **means):
+    return copy_checkpoint(Catalog(root).entry(step), place, CopyOptions(**means))
 
 
-def download(place: ObjectBackend, root: Path, **means: object) -> list[Copied]:
-    return [copy_checkpoint(each, LocalBackend(root), CopyOptions(**means), source=place) for each in place.look()]  # type: ignore[arg-type]
+def download(place, root, **means):
+    return [copy_checkpoint(each, LocalBackend(root), CopyOptions(**means), source=place) for each in place.look()]
 
 
 @pytest.mark.slow
-def test_there_and_back_is_the_same(root: Path, place: ObjectBackend, proxy: Proxy, tmp_path: Path) -> None:
+def test_there_and_back_is_the_same(root, place, proxy, tmp_path):
     (root / FOLDER / "pinned.json").write_text('{"why": "Table 2"}')
     for step in (100, 200):
         copied = upload(root, place, step)
@@ -101,7 +98,7 @@ def test_there_and_back_is_the_same(root: Path, place: ObjectBackend, proxy: Pro
     assert (tmp_path / "back" / FOLDER / "pinned.json").read_text() == '{"why": "Table 2"}'
 
 
-def test_what_is_there_is_not_put_again(root: Path, place: ObjectBackend, proxy: Proxy) -> None:
+def test_what_is_there_is_not_put_again(root, place, proxy):
     upload(root, place)
     proxy.seen.clear()
     assert upload(root, place).already
@@ -110,15 +107,13 @@ def test_what_is_there_is_not_put_again(root: Path, place: ObjectBackend, proxy:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["503", "500", "reset", "cut", "hang"])
-def test_a_store_that_is_busy_or_silent_for_a_while_is_asked_again(
-    failure: Failure, root: Path, place: ObjectBackend, proxy: Proxy, tmp_path: Path
-) -> None:
+def test_a_store_that_is_busy_or_silent_for_a_while_is_asked_again(failure, root, place, proxy, tmp_path):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     dice = random.Random(seed)
-    failed: set[str] = set()
+    failed = set()
 
-    def fail(request: Request) -> Failure | None:
+    def fail(request):
         # No request fails twice: then none fails too often.
         key = f"{request.method} {request.path}"
         if key in failed or dice.random() < 0.5:
@@ -137,9 +132,7 @@ def test_a_store_that_is_busy_or_silent_for_a_while_is_asked_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["503", "500", "reset", "hang", "403"])
-def test_what_cannot_be_listed_is_never_no_checkpoints(
-    failure: Failure, root: Path, place: ObjectBackend, proxy: Proxy
-) -> None:
+def test_what_cannot_be_listed_is_never_no_checkpoints(failure, root, place, proxy):
     upload(root, place)
     proxy.always(failure)
     place = impatient(place, failure, 2)
@@ -152,14 +145,12 @@ def test_what_cannot_be_listed_is_never_no_checkpoints(
         place.look()
 
 
-def test_a_second_page_that_fails_is_no_shorter_list(
-    root: Path, place: ObjectBackend, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_page_that_fails_is_no_shorter_list(root, place, proxy, monkeypatch):
     upload(root, place, 100)
     upload(root, place, 200)
     original = place.fs.call_s3
 
-    async def few(method: str, *arguments: object, **named: object) -> object:
+    async def few(method, *arguments, **named):
         named |= {"MaxKeys": 5} if method == "list_objects_v2" else {}
         return await type(place.fs)._call_s3(place.fs, method, *arguments, **named)
 
@@ -176,9 +167,7 @@ def test_a_second_page_that_fails_is_no_shorter_list(
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["503", "reset", "hang"])
 @pytest.mark.parametrize("method", ["PUT", "POST", "GET"])
-def test_a_store_that_stays_away_leaves_nothing_that_counts(
-    failure: Failure, method: str, root: Path, place: ObjectBackend, proxy: Proxy
-) -> None:
+def test_a_store_that_stays_away_leaves_nothing_that_counts(failure, method, root, place, proxy):
     upload(root, place, 100)
     away = impatient(place, failure, 2)
     proxy.always(failure, lambda request: request.method == method and not request.lists and "00200" in request.path)
@@ -192,9 +181,7 @@ def test_a_store_that_stays_away_leaves_nothing_that_counts(
 
 
 @pytest.mark.slow
-def test_an_interrupted_copy_goes_on_with_what_is_missing_or_wrong(
-    root: Path, place: ObjectBackend, proxy: Proxy
-) -> None:
+def test_an_interrupted_copy_goes_on_with_what_is_missing_or_wrong(root, place, proxy):
     proxy.always("503", lambda request: request.method == "PUT" and request.path.endswith("manifest.json"))
     with pytest.raises(RootError):
         upload(root, place, 200)
@@ -210,12 +197,10 @@ def test_an_interrupted_copy_goes_on_with_what_is_missing_or_wrong(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", ["__1_0.distcp", "manifest.json"])
-def test_a_copy_that_is_killed_goes_on_when_it_is_run_again(
-    at: str, root: Path, place: ObjectBackend, proxy: Proxy, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_that_is_killed_goes_on_when_it_is_run_again(at, root, place, proxy, capsys):
     reached = threading.Event()
 
-    def fail(request: Request) -> Failure | None:
+    def fail(request):
         if request.method not in ("PUT", "POST") or at not in request.path:
             return None
         reached.set()
@@ -235,25 +220,23 @@ def test_a_copy_that_is_killed_goes_on_when_it_is_run_again(
     assert [entry.complete for entry in place.look()] == [True]
 
 
-def test_a_store_that_gives_back_other_bytes_is_found_out(root: Path, place: ObjectBackend, proxy: Proxy) -> None:
+def test_a_store_that_gives_back_other_bytes_is_found_out(root, place, proxy):
     read = place.read
-    place.read = lambda name, offset, size: (  # type: ignore[method-assign]
-        bytes(size) if name.endswith("__1_0.distcp") else read(name, offset, size)
-    )
+    place.read = lambda name, offset, size: bytes(size) if name.endswith("__1_0.distcp") else read(name, offset, size)
     with pytest.raises(RootError, match="does not give back what was written"):
         upload(root, place)
-    del place.read  # type: ignore[method-assign]
+    del place.read
     assert not [entry for entry in place.look() if entry.complete]
 
 
-def test_a_damaged_source_leaves_nothing_behind(root: Path, place: ObjectBackend) -> None:
+def test_a_damaged_source_leaves_nothing_behind(root, place):
     flip_byte(root / FOLDER / "__1_0.distcp")
     with pytest.raises(CorruptError, match=r"__1_0.distcp is not what was saved: block \d+"):
         upload(root, place)
     assert place.listing() == {}
 
 
-def test_damaged_objects_are_not_copied_back(root: Path, place: ObjectBackend, tmp_path: Path) -> None:
+def test_damaged_objects_are_not_copied_back(root, place, tmp_path):
     upload(root, place)
     data = bytearray(place.read(f"{FOLDER}/__0_0.distcp", 0, 640_000))
     data[1000] ^= 1
@@ -264,9 +247,7 @@ def test_damaged_objects_are_not_copied_back(root: Path, place: ObjectBackend, t
     assert Catalog(tmp_path / "back").leftovers() == []
 
 
-def test_another_checkpoint_of_the_same_step_is_not_replaced_unless_asked(
-    root: Path, place: ObjectBackend, tmp_path: Path
-) -> None:
+def test_another_checkpoint_of_the_same_step_is_not_replaced_unless_asked(root, place, tmp_path):
     upload(root, place)
     commit(tmp_path / "other", 100, rows=80_004)
     with pytest.raises(ExistsError, match="--overwrite"):
@@ -277,9 +258,7 @@ def test_another_checkpoint_of_the_same_step_is_not_replaced_unless_asked(
 
 
 @pytest.mark.slow
-def test_objects_of_another_copy_that_was_begun_are_not_mixed(
-    root: Path, place: ObjectBackend, proxy: Proxy, tmp_path: Path
-) -> None:
+def test_objects_of_another_copy_that_was_begun_are_not_mixed(root, place, proxy, tmp_path):
     proxy.always("503", lambda request: request.method == "PUT" and request.path.endswith("manifest.json"))
     with pytest.raises(RootError):
         upload(root, place)
@@ -291,7 +270,7 @@ def test_objects_of_another_copy_that_was_begun_are_not_mixed(
     assert [entry.complete for entry in place.look()] == [True]
 
 
-def test_what_is_not_complete_says_why(root: Path, place: ObjectBackend, tmp_path: Path) -> None:
+def test_what_is_not_complete_says_why(root, place, tmp_path):
     upload(root, place)
     shutil.copytree(root / FOLDER, tmp_path / "root" / "step-0000000300")
     for name, data in (
@@ -317,7 +296,7 @@ def test_what_is_not_complete_says_why(root: Path, place: ObjectBackend, tmp_pat
         newer.require_manifest()
 
 
-def test_a_manifest_that_lies_about_names_is_refused(root: Path, place: ObjectBackend) -> None:
+def test_a_manifest_that_lies_about_names_is_refused(root, place):
     upload(root, place)
     rewrite(root / FOLDER, files={"../../etc/passwd": {"bytes": 1, "digest": "0" * 32}})
     place.write(f"{FOLDER}/manifest.json", (root / FOLDER / "manifest.json").read_bytes())
@@ -325,7 +304,7 @@ def test_a_manifest_that_lies_about_names_is_refused(root: Path, place: ObjectBa
     assert "not a plain file name" in (entry.problem or "")
 
 
-def test_nothing_there_and_no_such_bucket_are_not_found(place: ObjectBackend, bucket: str, proxy: Proxy) -> None:
+def test_nothing_there_and_no_such_bucket_are_not_found(place, bucket, proxy):
     with pytest.raises(NotFoundError, match="there is nothing under"):
         place.look()
     with pytest.raises(NotFoundError):
@@ -333,7 +312,7 @@ def test_nothing_there_and_no_such_bucket_are_not_found(place: ObjectBackend, bu
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "nosuch://bucket/x"])
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_what_is_no_address_is_refused(url):
     with pytest.raises(ConfigError):
         ObjectBackend(url)
 
@@ -351,11 +330,11 @@ def test_what_is_no_address_is_refused(url: str) -> None:
         ("a:b", None),
     ],
 )
-def test_an_address_is_told_from_a_path(written: str, url: str | None) -> None:
+def test_an_address_is_told_from_a_path(written, url):
     assert find_url(written) == url
 
 
-def test_other_stores_of_fsspec_work_too(root: Path, tmp_path: Path) -> None:
+def test_other_stores_of_fsspec_work_too(root, tmp_path):
     place = ObjectBackend("memory://tests/runs")
     place.fs.store.clear()
     for step in (100, 200):
@@ -366,9 +345,7 @@ def test_other_stores_of_fsspec_work_too(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
-def test_a_store_without_parts_gets_large_files_from_front_to_back(
-    threads: int | None, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_without_parts_gets_large_files_from_front_to_back(threads, root, tmp_path, monkeypatch):
     monkeypatch.setattr(objectput, "PART_BYTES", 2**20)
     place = ObjectBackend(f"memory://{tmp_path.name}/runs")
     upload(root, place, 200, threads=threads)
@@ -376,9 +353,7 @@ def test_a_store_without_parts_gets_large_files_from_front_to_back(
     assert holds(tmp_path / "back")[200] == holds(root)[200]
 
 
-def test_what_ends_in_the_middle_makes_no_object_there(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_in_the_middle_makes_no_object_there(root, tmp_path, monkeypatch):
     monkeypatch.setattr(objectput, "PART_BYTES", 2**20)
     place = ObjectBackend(f"memory://{tmp_path.name}/runs")
     flip_byte(root / "step-0000000200" / "__1_0.distcp")
@@ -388,8 +363,8 @@ def test_what_ends_in_the_middle_makes_no_object_there(
     assert not place.listing("step-0000000200")
 
 
-def test_the_meter_sees_every_byte_once(root: Path, place: ObjectBackend) -> None:
-    seen: list[tuple[str, int, int]] = []
+def test_the_meter_sees_every_byte_once(root, place):
+    seen = []
     upload(root, place, 200, meter=Meter(lambda meter: seen.append((meter.phase, meter.done_bytes, meter.total_bytes))))
     for phase in ("copying", "verifying"):
         done = [count for name, count, _ in seen if name == phase]
@@ -398,14 +373,7 @@ def test_the_meter_sees_every_byte_once(root: Path, place: ObjectBackend) -> Non
 
 
 @pytest.mark.parametrize("verb", ["list", "copy"])
-def test_a_store_that_is_down_is_told_with_10(
-    verb: str,
-    root: Path,
-    bucket: str,
-    proxy: Proxy,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_store_that_is_down_is_told_with_10(verb, root, bucket, proxy, monkeypatch, capsys):
     assert main(["copy", str(root), f"s3://{bucket}/runs/c"]) == 0
     proxy.always("503")
     assert main([verb, f"s3://{bucket}/runs/c", *["back"] * (verb == "copy")]) == 10
@@ -415,9 +383,7 @@ def test_a_store_that_is_down_is_told_with_10(
 
 
 @pytest.mark.slow
-def test_the_command_copies_there_lists_and_copies_back(
-    root: Path, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_copies_there_lists_and_copies_back(root, bucket, tmp_path, capsys):
     url = f"s3://{bucket}/runs/b"
     assert main(["copy", str(root), url, "--all"]) == 0
     assert f"Copied 2 checkpoints, 11.9 MiB, to {url}." in capsys.readouterr().out
@@ -444,23 +410,21 @@ def test_the_command_copies_there_lists_and_copies_back(
 
 
 @pytest.fixture
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectBackend:
+def memory(tmp_path, monkeypatch):
     """A store without parts, for which the files of step 200 are large."""
     monkeypatch.setattr(objectput, "PART_BYTES", 2**20)
     return ObjectBackend(f"memory://{tmp_path.name}/runs")
 
 
-def test_one_write_that_fails_is_tried_again_on_a_store_without_parts(
-    root: Path, memory: ObjectBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_write_that_fails_is_tried_again_on_a_store_without_parts(root, memory, tmp_path, monkeypatch):
     opened, failed = memory.fs.open, list[str]()
 
-    def flaky(path: str, mode: str, **options: object) -> object:
+    def flaky(path, mode, **options):
         file = opened(path, mode, **options)
         if mode == "wb" and path.endswith(".distcp") and not failed:
             write = file.write
 
-            def once(data: bytes) -> object:
+            def once(data):
                 if file.tell() and not failed:
                     failed.append(path)
                     raise ConnectionError("503")
@@ -470,7 +434,7 @@ def test_one_write_that_fails_is_tried_again_on_a_store_without_parts(
         return file
 
     monkeypatch.setattr(memory.fs, "open", flaky)
-    seen: list[int] = []
+    seen = []
     copied = upload(root, memory, 200, meter=Meter(lambda meter: seen.append(meter.done_bytes)))
     assert failed
     assert copied.written_bytes == copied.bytes >= max(seen)
@@ -478,12 +442,10 @@ def test_one_write_that_fails_is_tried_again_on_a_store_without_parts(
     assert holds(tmp_path / "back")[200] == holds(root)[200]
 
 
-def test_another_copy_that_ends_this_very_moment_is_left_alone(
-    root: Path, memory: ObjectBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_copy_that_ends_this_very_moment_is_left_alone(root, memory, tmp_path, monkeypatch):
     tidy = objectput.ObjectDraft.tidy
 
-    def late(draft: objectput.ObjectDraft) -> dict[str, int]:
+    def late(draft):
         monkeypatch.setattr(objectput.ObjectDraft, "tidy", tidy)
         assert not upload(root, memory, 200).already
         return tidy(draft)
@@ -495,7 +457,7 @@ def test_another_copy_that_ends_this_very_moment_is_left_alone(
     assert holds(tmp_path / "back")[200] == holds(root)[200]
 
 
-def test_objects_whose_manifest_cannot_be_read_may_be_of_anybody(root: Path, memory: ObjectBackend) -> None:
+def test_objects_whose_manifest_cannot_be_read_may_be_of_anybody(root, memory):
     upload(root, memory, 200)
     memory.write("step-0000000200/pinned.json", b'{"why": "Table 2"}')
     memory.write("step-0000000200/manifest.json", b'{"step": 200')

@@ -1,10 +1,7 @@
 """Tiers that meet rollbacks, damage, and mounts that are away: nothing is lost, and nothing abandoned comes back."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -28,12 +25,12 @@ __all__ = ["root"]
 # ---- rollbacks and tiers ---------------------------------------------------------------------------------------------
 
 
-def taken(root: Path, *tiers: Tier) -> int:
+def taken(root, *tiers):
     """The step that a restore would take."""
     return TieredBackend(root, tiers).list()[-1].step
 
 
-def test_a_step_that_was_saved_again_goes_to_the_tier_as_well(root: Path) -> None:
+def test_a_step_that_was_saved_again_goes_to_the_tier_as_well(root):
     far = Tier(root.parent / "far")
     drain(root, far)
     assert main(["rollback", str(root), "--to-step", "60"]) == 0
@@ -44,7 +41,7 @@ def test_a_step_that_was_saved_again_goes_to_the_tier_as_well(root: Path) -> Non
     assert drain(root, far) == []
 
 
-def test_what_only_a_tier_has_is_rolled_back_too(root: Path) -> None:
+def test_what_only_a_tier_has_is_rolled_back_too(root):
     far = Tier(root.parent / "far")
     drain(root, far)
     assert main(["prune", str(root), "--keep-steps", "20", "--keep-last", "1"]) == 0
@@ -58,7 +55,7 @@ def test_what_only_a_tier_has_is_rolled_back_too(root: Path) -> None:
     assert taken(root, far) == 80
 
 
-def test_one_can_go_back_to_what_only_a_tier_has(root: Path) -> None:
+def test_one_can_go_back_to_what_only_a_tier_has(root):
     far = Tier(root.parent / "far")
     drain(root, far)
     assert main(["prune", str(root), "--keep-last", "1"]) == 0
@@ -68,7 +65,7 @@ def test_one_can_go_back_to_what_only_a_tier_has(root: Path) -> None:
     assert main(["rollback", str(root), "--to-step", "20"]) == 3  # nobody can tell what is there
 
 
-def test_a_rule_of_a_tier_counts_nothing_that_was_abandoned(root: Path) -> None:
+def test_a_rule_of_a_tier_counts_nothing_that_was_abandoned(root):
     best = Tier(root.parent / "best", retention=KeepBest("loss"))
     commit(root, 90, metrics={"loss": -5.0})
     drain(root, best)
@@ -81,7 +78,7 @@ def test_a_rule_of_a_tier_counts_nothing_that_was_abandoned(root: Path) -> None:
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_copy_is_no_copy_and_is_made_again(root: Path) -> None:
+def test_a_damaged_copy_is_no_copy_and_is_made_again(root):
     far = Tier(root.parent / "far", every=8)
     drain(root, far)
     commit(root, 90)
@@ -94,14 +91,14 @@ def test_a_damaged_copy_is_no_copy_and_is_made_again(root: Path) -> None:
     assert main(["verify", str(bad)]) == 0
 
 
-def test_a_damaged_original_is_read_once(root: Path) -> None:
+def test_a_damaged_original_is_read_once(root):
     flip_byte(root / "step-0000000070" / "__0_0.distcp")
     far = Tier(root.parent / "far")
     assert [each.task.entry.step for each in drain(root, far) if each.error] == [70]
     assert drain(root, far) == []
 
 
-def test_a_tier_of_which_nothing_counts_is_no_reason_to_start_over(root: Path) -> None:
+def test_a_tier_of_which_nothing_counts_is_no_reason_to_start_over(root):
     far = Tier(root.parent / "far", every=8)
     drain(root, far)
     (root.parent / "far" / "step-0000000080" / "__0_0.distcp").unlink()
@@ -111,7 +108,7 @@ def test_a_tier_of_which_nothing_counts_is_no_reason_to_start_over(root: Path) -
     assert entry.problem == "__0_0.distcp is missing"
 
 
-def test_a_tier_that_is_an_empty_mount_point_is_away(root: Path) -> None:
+def test_a_tier_that_is_an_empty_mount_point_is_away(root):
     far = root.parent / "far"
     write_tiers(root, [Tier(far)])
     shutil.rmtree(far)
@@ -121,7 +118,7 @@ def test_a_tier_that_is_an_empty_mount_point_is_away(root: Path) -> None:
         write_tiers(root, [Tier(root.parent / "mount" / "far")])
 
 
-def test_a_run_that_is_at_work_believes_the_last_drain(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_at_work_believes_the_last_drain(root, monkeypatch):
     far = Tier(root.parent / "far", every=4)
     drain(root, far)
     commit(root, 90)
@@ -133,7 +130,7 @@ def test_a_run_that_is_at_work_believes_the_last_drain(root: Path, monkeypatch: 
     assert {records[place].step for place in awaited(root, records, 0, look=False)} == {40, 80}
 
 
-def test_numbers_go_on_where_a_tier_is_away(root: Path) -> None:
+def test_numbers_go_on_where_a_tier_is_away(root):
     far = Tier(root.parent / "far")
     drain(root, far)
     for step in steps(root)[2:]:
@@ -145,7 +142,7 @@ def test_numbers_go_on_where_a_tier_is_away(root: Path) -> None:
     assert place.last_sequence() == 8
 
 
-def test_a_slip_in_the_rules_of_a_tier_deletes_nothing_there(tmp_path: Path) -> None:
+def test_a_slip_in_the_rules_of_a_tier_deletes_nothing_there(tmp_path):
     root, far = tmp_path / "run", tmp_path / "far"
     tier = Tier(far, retention=KeepBest("lozz"))
     for step in (10, 20, 30):

@@ -1,13 +1,10 @@
 """Drains where disks are full, mounts go away and permissions are lost: what can be copied is, and nothing is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
+import functools
 import os
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -18,11 +15,10 @@ from ckptman.catalog.backends.local_draft import FolderDraft
 from ckptman.catalog.backends.object_store import ObjectBackend
 from ckptman.catalog.backends.tiered import TieredBackend
 from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.rollback_records import Rollback
 from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import ExistsError, NotFoundError, RootError
-from ckptman.format.manifest import Manifest, read_manifest
+from ckptman.format.manifest import read_manifest
 from ckptman.io.durable_files import Disk
 from ckptman.io.safe_open import read_regular
 from ckptman.policies.retention_rules import KeepLast
@@ -39,15 +35,13 @@ __all__ = ["root"]
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_root_that_is_full_is_drained_all_the_same(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_root_that_is_full_is_drained_all_the_same(root, monkeypatch, capsys):
     """A drain is what makes room there."""
     far = Tier(root.parent / "far")
     write_tiers(root, [far])
     replace_file = Disk.replace_file
 
-    def full(self: Disk, path: Path, data: bytes) -> None:
+    def full(self, path, data):
         if root in path.parents:
             raise FULL
         replace_file(self, path, data)
@@ -60,9 +54,7 @@ def test_a_root_that_is_full_is_drained_all_the_same(
     assert len(steps(root.parent / "far")) == 8
 
 
-def test_a_tier_that_takes_no_rollback_keeps_no_other_from_being_filled(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tier_that_takes_no_rollback_keeps_no_other_from_being_filled(root, monkeypatch, capsys):
     near, far = root.parent / "near", root.parent / "far"
     write_tiers(root, [Tier(near), Tier(far)])
     assert main(["rollback", str(root), "--to-step", "70"]) == 0
@@ -72,7 +64,7 @@ def test_a_tier_that_takes_no_rollback_keeps_no_other_from_being_filled(
 
     hand_on = LocalBackend.hand_on
 
-    def refused(place: LocalBackend, rollbacks: Sequence[Rollback]) -> None:
+    def refused(place, rollbacks):
         if place.root == near:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(near))
         hand_on(place, rollbacks)
@@ -84,10 +76,8 @@ def test_a_tier_that_takes_no_rollback_keeps_no_other_from_being_filled(
     assert len(steps(far)) == 7
 
 
-def test_what_cannot_be_read_in_the_root_keeps_nothing_else_from_being_copied(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def closed(path: Path, most_bytes: int) -> bytes:
+def test_what_cannot_be_read_in_the_root_keeps_nothing_else_from_being_copied(root, monkeypatch):
+    def closed(path, most_bytes):
         if path.parent.name == "step-0000000070":
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return read_regular(path, most_bytes)
@@ -98,10 +88,8 @@ def test_what_cannot_be_read_in_the_root_keeps_nothing_else_from_being_copied(
     assert steps(root.parent / "far") == [10, 20, 30, 40, 50, 60, 80]
 
 
-def test_a_checkpoint_that_may_not_be_looked_at_keeps_no_other_from_being_copied(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def closed(folder: Path) -> Manifest:
+def test_a_checkpoint_that_may_not_be_looked_at_keeps_no_other_from_being_copied(root, monkeypatch, capsys):
+    def closed(folder):
         if folder == root / "step-0000000070":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
         return read_manifest(folder)
@@ -114,7 +102,7 @@ def test_a_checkpoint_that_may_not_be_looked_at_keeps_no_other_from_being_copied
     assert steps(root.parent / "far") == [10, 20, 30, 40, 50, 60, 80]
 
 
-def test_what_a_newer_ckptman_wrote_to_a_tier_is_not_replaced(root: Path) -> None:
+def test_what_a_newer_ckptman_wrote_to_a_tier_is_not_replaced(root):
     far = Tier(root.parent / "far", every=8)
     drain(root, far)
     there = root.parent / "far" / "step-0000000080"
@@ -124,7 +112,7 @@ def test_what_a_newer_ckptman_wrote_to_a_tier_is_not_replaced(root: Path) -> Non
     assert (there / "manifest.json").read_bytes() == before
 
 
-def test_what_a_newer_ckptman_wrote_to_the_root_is_not_replaced_by_what_a_store_has(root: Path) -> None:
+def test_what_a_newer_ckptman_wrote_to_the_root_is_not_replaced_by_what_a_store_has(root):
     tier = Tier("memory://unkind/older")
     ObjectBackend(str(tier)).fs.store.clear()
     drain(root, tier)
@@ -139,25 +127,23 @@ def test_what_a_newer_ckptman_wrote_to_the_root_is_not_replaced_by_what_a_store_
     assert (here / "manifest.json").read_bytes() == before
 
 
-def test_a_mount_that_fails_is_a_tier_that_cannot_be_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mount_that_fails_is_a_tier_that_cannot_be_looked_at(root, monkeypatch):
     far = Tier(root.parent / "far")
     drain(root, far)
     place = TieredBackend(root, [far])
     for name in ("stat", "lstat"):
 
-        def stale(path: object, *arguments: object, ask: object = getattr(os, name), **named: object) -> object:
+        def stale(ask, path, *arguments, **named):
             if str(path).startswith(str(far)):
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-            return ask(path, *arguments, **named)  # type: ignore[operator]
+            return ask(path, *arguments, **named)
 
-        monkeypatch.setattr(os, name, stale)
+        monkeypatch.setattr(os, name, functools.partial(stale, getattr(os, name)))
     with pytest.warns(RuntimeWarning, match="cannot be looked at"):
         assert len(place.list()) == 8
 
 
-def test_a_run_in_a_tier_is_an_error_and_another_drain_is_none(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_a_tier_is_an_error_and_another_drain_is_none(root, monkeypatch, capsys):
     """What is only busy is done by whoever is at it; a run that was started there is at it for weeks."""
     near, far = root.parent / "near", root.parent / "far"
     write_tiers(root, [Tier(near), Tier(far, every=8)])
@@ -168,7 +154,7 @@ def test_a_run_in_a_tier_is_an_error_and_another_drain_is_none(
     assert f"{far}: step 80: another process is at work there" in told.out
 
 
-def test_a_tier_whose_mount_goes_away_is_not_made_anew_below_it(root: Path) -> None:
+def test_a_tier_whose_mount_goes_away_is_not_made_anew_below_it(root):
     far = Tier(root.parent / "far")
     write_tiers(root, [far])
     plan = plan_drain(root, [far])
@@ -178,16 +164,14 @@ def test_a_tier_whose_mount_goes_away_is_not_made_anew_below_it(root: Path) -> N
     assert not (root.parent / "far").exists()
 
 
-def test_a_tier_that_is_full_of_what_its_rules_no_longer_keep_gets_room(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_that_is_full_of_what_its_rules_no_longer_keep_gets_room(root, monkeypatch):
     """A drain was killed before it had pruned there."""
     far = Tier(root.parent / "far", retention=KeepLast(2))
     write_tiers(root, [far])
     for entry in Catalog(root).complete()[:3]:
         copy_checkpoint(entry, LocalBackend(root.parent / "far"))
 
-    def no_room(*arguments: object) -> None:
+    def no_room(*arguments):
         if len(steps(root.parent / "far")) > 2:
             raise FULL
 
@@ -197,7 +181,7 @@ def test_a_tier_that_is_full_of_what_its_rules_no_longer_keep_gets_room(
     assert drain(root, far)[0].copied is not None
 
 
-def test_what_crashes_left_in_a_tier_that_keeps_everything_is_cleared(root: Path) -> None:
+def test_what_crashes_left_in_a_tier_that_keeps_everything_is_cleared(root):
     far = Tier(root.parent / "far")
     write_tiers(root, [far])
     for left in ("tmp-copy-0123456789abcdef", "trash-drain01234567-0"):
@@ -207,7 +191,7 @@ def test_what_crashes_left_in_a_tier_that_keeps_everything_is_cleared(root: Path
     assert len(steps(root.parent / "far")) == 8
 
 
-def test_what_is_on_its_way_to_a_store_is_no_checkpoint_that_a_restore_misses(root: Path) -> None:
+def test_what_is_on_its_way_to_a_store_is_no_checkpoint_that_a_restore_misses(root):
     tier = Tier("memory://unkind/on-its-way")
     place = ObjectBackend(str(tier))
     place.fs.store.clear()

@@ -1,7 +1,5 @@
 """What nodes hold in memory comes to disk: what they agree on, what is said where that cannot be, kills anywhere."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -10,10 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
 from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import pytest
 
@@ -42,22 +37,14 @@ LARGE = 2_000_000
 """Rows of which each part has more than one piece."""
 
 
-def on_all(
-    root: Path,
-    memories: Sequence[NodeMemory],
-    *,
-    nodes: int | None = None,
-    timeout_seconds: float = 20,
-    late: Sequence[str] = (),
-    act: Callable[[Sequence[BaseProcess]], object] = lambda children: None,
-) -> dict[str, Flushed | CkptmanError]:
+def on_all(root, memories, *, nodes=None, timeout_seconds=20, late=(), act=lambda children: None):
     """Flush on all nodes at the same time, a process each. `late`: nodes that begin later; `act`: meanwhile."""
     pipes = {memory.node: FORK.Pipe(duplex=False) for memory in memories}
 
-    def work(memory: NodeMemory) -> None:
+    def work(memory):
         time.sleep(0.7 if memory.node in late else 0)
         try:
-            result: Flushed | CkptmanError = flush(root, memory, nodes=nodes, timeout_seconds=timeout_seconds)
+            result = flush(root, memory, nodes=nodes, timeout_seconds=timeout_seconds)
         except CkptmanError as error:
             result = error
         pipes[memory.node][1].send(result)
@@ -77,18 +64,18 @@ def on_all(
     return told
 
 
-def left_in(root: Path) -> list[str]:
+def left_in(root):
     """Names that are neither a checkpoint nor the run's own."""
     return [path.name for path in sorted(root.iterdir()) if ".tmp-" in path.name or ".old-" in path.name]
 
 
-def test_each_node_brings_its_share_and_one_commits(tmp_path: Path) -> None:
+def test_each_node_brings_its_share_and_one_commits(tmp_path):
     root = tmp_path / "root"
     commit(root, 100, sequence=7)
     memories = nodes_with(tmp_path, 120, THREE, rows=LARGE, metrics={"loss": float("nan")}, nonfinite=Nonfinite())
     told = on_all(root, list(memories.values()))
     assert [each.step for each in told.values() if isinstance(each, Flushed)] == [120, 120, 120]
-    assert sorted(str(each.committed) for each in told.values()) == ["120", "None", "None"]  # type: ignore[union-attr]
+    assert sorted(str(each.committed) for each in told.values()) == ["120", "None", "None"]
     assert {step: sequence for step, (sequence, _) in holds(root).items()} == {100: 7, 120: 8}
     made, found = read_manifest(tmp_path / "made" / step_folder(120)), read_manifest(root / step_folder(120))
     assert found.files == made.files
@@ -96,11 +83,11 @@ def test_each_node_brings_its_share_and_one_commits(tmp_path: Path) -> None:
     assert sum(each.files for each in told.values() if isinstance(each, Flushed)) >= len(made.files)
     assert not left_in(root)
     again = on_all(root, list(memories.values()))
-    assert {each.why for each in again.values()} == {"step 120 on disk is the same as in memory, or newer"}  # type: ignore[union-attr]
+    assert {each.why for each in again.values()} == {"step 120 on disk is the same as in memory, or newer"}
     assert steps_of(Catalog(root).scan()) == [100, 120]
 
 
-def test_nodes_that_were_killed_between_commits_agree_on_the_newest(tmp_path: Path) -> None:
+def test_nodes_that_were_killed_between_commits_agree_on_the_newest(tmp_path):
     root = tmp_path / "root"
     memories = nodes_with(tmp_path, 110, {"b": range(4)})
     memories["a"] = memory_of(tmp_path / "shm", root, "a")
@@ -108,25 +95,25 @@ def test_nodes_that_were_killed_between_commits_agree_on_the_newest(tmp_path: Pa
     hold(memories["a"], newer, [0, 1])
     hold(memories["b"], newer, [2, 3], manifest=False)
     told = on_all(root, list(memories.values()), late=["a"])
-    assert {each.step for each in told.values()} == {120}  # type: ignore[union-attr]
+    assert {each.step for each in told.values()} == {120}
     assert set(holds(root)) == {120}
 
 
 @pytest.mark.parametrize("late", [[], ["a"], ["b"]])
-def test_what_nobody_has_all_of_does_not_keep_the_one_before_from_disk(tmp_path: Path, late: list[str]) -> None:
+def test_what_nobody_has_all_of_does_not_keep_the_one_before_from_disk(tmp_path, late):
     root = tmp_path / "root"
     memories = nodes_with(tmp_path, 110, {"a": [0, 1, 2], "b": [2, 3]})
     newer = commit(tmp_path / "made", 120, ranks=4).path
     hold(memories["b"], newer, [0, 1])
     told = on_all(root, list(memories.values()), nodes=2, late=late)
     assert set(holds(root)) == {110}
-    whys = {each.why for each in told.values()}  # type: ignore[union-attr]
+    whys = {each.why for each in told.values()}
     last = "step 110 is on disk, from the memory of 2 nodes"
     # Node a, which has nothing of it, may see that b has gone.
     assert whys - {last} == {f"{last}; step 120, which is newer, was not complete"}
 
 
-def test_a_save_that_never_ended_keeps_nobody_waiting_once_all_are_there(tmp_path: Path) -> None:
+def test_a_save_that_never_ended_keeps_nobody_waiting_once_all_are_there(tmp_path):
     root = tmp_path / "root"
     memories = nodes_with(tmp_path, 110, {"a": range(4), "b": range(4)})
     newer = commit(tmp_path / "made", 120, ranks=4).path
@@ -134,13 +121,13 @@ def test_a_save_that_never_ended_keeps_nobody_waiting_once_all_are_there(tmp_pat
         hold(memory, newer, [0, 1], manifest=False)
     begun = time.monotonic()
     told = on_all(root, list(memories.values()), nodes=2, timeout_seconds=100)
-    assert {each.step for each in told.values()} == {110}  # type: ignore[union-attr]
+    assert {each.step for each in told.values()} == {110}
     assert time.monotonic() - begun < 30
     only = flush(root, memories["a"], timeout_seconds=0.3)
     assert only.why == "step 110 on disk is the same as in memory, or newer"
 
 
-def test_what_is_missing_is_said_and_what_the_run_goes_on_from(tmp_path: Path) -> None:
+def test_what_is_missing_is_said_and_what_the_run_goes_on_from(tmp_path):
     root = tmp_path / "root"
     memories = nodes_with(tmp_path, 120, {"a": [0, 1], "b": [1, 3]})
     told = on_all(root, list(memories.values()), nodes=2)
@@ -157,24 +144,24 @@ def test_what_is_missing_is_said_and_what_the_run_goes_on_from(tmp_path: Path) -
     assert not left_in(root)
 
 
-def test_a_node_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+def test_a_node_that_comes_late_is_waited_for(tmp_path):
     memories = nodes_with(tmp_path, 120, {"a": [0, 1], "b": [2, 3]})
     told = on_all(tmp_path / "root", list(memories.values()), late=["b"])
-    assert {each.step for each in told.values()} == {120}  # type: ignore[union-attr]
+    assert {each.step for each in told.values()} == {120}
 
 
-def test_a_part_whose_bytes_changed_comes_from_another_node(tmp_path: Path) -> None:
+def test_a_part_whose_bytes_changed_comes_from_another_node(tmp_path):
     root = tmp_path / "root"
     memories = nodes_with(tmp_path, 120, {"a": range(4), "b": range(4)}, rows=LARGE)
     for node, rank in (("a", 0), ("a", 2), ("b", 1), ("b", 3)):
         flip_byte(memories[node].path_of(120) / f"__{rank}_0.distcp")
     flip_byte(memories["a"].path_of(120) / "index.json")
     told = on_all(root, list(memories.values()))
-    assert {each.step for each in told.values()} == {120}  # type: ignore[union-attr]
+    assert {each.step for each in told.values()} == {120}
     assert set(holds(root)) == {120}
 
 
-def test_bytes_that_changed_on_all_nodes_never_get_to_disk(tmp_path: Path) -> None:
+def test_bytes_that_changed_on_all_nodes_never_get_to_disk(tmp_path):
     memories = nodes_with(tmp_path, 120, {"a": range(4)})
     flip_byte(memories["a"].path_of(120) / "__2_0.distcp")
     with pytest.raises(CorruptError, match=r"step 120 in memory is not complete: .*__2_0\.distcp has other bytes"):
@@ -183,7 +170,7 @@ def test_bytes_that_changed_on_all_nodes_never_get_to_disk(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("what", ["shorter", "link", "folder", "gone"])
-def test_what_is_no_file_of_its_size_is_not_brought(tmp_path: Path, what: str) -> None:
+def test_what_is_no_file_of_its_size_is_not_brought(tmp_path, what):
     memories = nodes_with(tmp_path, 120, {"a": range(4)})
     path = memories["a"].path_of(120) / "__2_0.distcp"
     data = path.read_bytes()
@@ -200,7 +187,7 @@ def test_what_is_no_file_of_its_size_is_not_brought(tmp_path: Path, what: str) -
     assert not holds(tmp_path / "root")
 
 
-def test_the_newer_attempt_is_newer_at_whatever_step(tmp_path: Path) -> None:
+def test_the_newer_attempt_is_newer_at_whatever_step(tmp_path):
     root = tmp_path / "root"
     commit(root, 300)
     commit(root, 120)
@@ -214,7 +201,7 @@ def test_the_newer_attempt_is_newer_at_whatever_step(tmp_path: Path) -> None:
     assert not left_in(root)
 
 
-def test_what_is_on_disk_already_or_was_rolled_back_is_left_where_it_is(tmp_path: Path) -> None:
+def test_what_is_on_disk_already_or_was_rolled_back_is_left_where_it_is(tmp_path):
     root = tmp_path / "root"
     memories = nodes_with(tmp_path, 120, {"a": range(4)})
     commit(root, 130)
@@ -226,7 +213,7 @@ def test_what_is_on_disk_already_or_was_rolled_back_is_left_where_it_is(tmp_path
     assert set(holds(root)) == {130}
 
 
-def test_nothing_in_memory_is_no_error(tmp_path: Path) -> None:
+def test_nothing_in_memory_is_no_error(tmp_path):
     commit(tmp_path / "root", 90)
     nothing = NodeMemory(tmp_path / "shm", "0" * 32, "a")
     assert flush(tmp_path / "root", nothing) == Flushed(90, "a holds nothing of it in memory")
@@ -234,13 +221,13 @@ def test_nothing_in_memory_is_no_error(tmp_path: Path) -> None:
         flush(tmp_path / "nowhere", nothing)
 
 
-def test_only_a_save_that_never_ended(tmp_path: Path) -> None:
+def test_only_a_save_that_never_ended(tmp_path):
     memory = memory_of(tmp_path / "shm", tmp_path / "root", "a")
     hold(memory, commit(tmp_path / "made", 120, ranks=4).path, range(4), manifest=False)
     assert flush(tmp_path / "root", memory, nodes=1).why == "what is in memory was not complete when the run ended"
 
 
-def test_a_run_that_is_alive_is_left_alone(tmp_path: Path) -> None:
+def test_a_run_that_is_alive_is_left_alone(tmp_path):
     root = tmp_path / "root"
     memories = nodes_with(tmp_path, 120, {"a": range(4)})
     with live_rank(memories["a"]), pytest.raises(BusyError, match="is being written to by another run"):
@@ -255,19 +242,19 @@ def test_a_run_that_is_alive_is_left_alone(tmp_path: Path) -> None:
     assert flush(root, memories["a"]).committed == 120
 
 
-def test_others_may_not_have_made_what_is_in_memory(tmp_path: Path) -> None:
+def test_others_may_not_have_made_what_is_in_memory(tmp_path):
     memories = nodes_with(tmp_path, 120, {"a": range(4)})
     memories["a"].folder.parent.chmod(0o777)
     with pytest.raises(ConfigError, match="others may write to it"):
         flush(tmp_path / "root", memories["a"])
 
 
-def test_a_full_disk_is_told_and_the_next_flush_ends_it(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_and_the_next_flush_ends_it(tmp_path):
     root = tmp_path / "root"
     memories = nodes_with(tmp_path, 120, {"a": range(4)}, rows=LARGE)
 
     class FullDisk(Disk):
-        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+        def write_at(self, fd, data, offset):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(RootError, match=r"No space left on device: make room.* flush again") as caught:
@@ -280,26 +267,26 @@ def test_a_full_disk_is_told_and_the_next_flush_ends_it(tmp_path: Path) -> None:
 class PruningDisk(Disk):
     """Prunes the root at each operation, as somebody else might."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root, self.is_pruning = root, False
 
-    def prune(self) -> None:
+    def prune(self):
         if not self.is_pruning and self.root.is_dir():
             self.is_pruning = True
             execute(self.root, plan_prune(self.root, KeepLast(1), wait=False), "cli0badf00d")
             self.is_pruning = False
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         self.prune()
         Disk.rename(self, source, target)
         self.prune()
 
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, path):
         self.prune()
         Disk.sync_folder(self, path)
 
 
-def test_a_prune_takes_nothing_from_a_flush_that_is_alive_and_clears_what_a_dead_one_left(tmp_path: Path) -> None:
+def test_a_prune_takes_nothing_from_a_flush_that_is_alive_and_clears_what_a_dead_one_left(tmp_path):
     root = tmp_path / "root"
     memories = nodes_with(tmp_path, 120, {"a": range(4)})
     assert flush(root, memories["a"], disk=PruningDisk(root)).committed == 120
@@ -311,10 +298,10 @@ def test_a_prune_takes_nothing_from_a_flush_that_is_alive_and_clears_what_a_dead
     assert flush(root, memories["a"]).committed == 130
 
 
-def dies(root: Path, memory: NodeMemory, fault: Fault) -> bool:
+def dies(root, memory, fault):
     """Flush in a process that dies at an operation of its disk. Whether that was reached."""
 
-    def work() -> None:
+    def work():
         disk = FaultyDisk(fault)
         with contextlib.suppress(Death):
             flush(root, memory, disk=disk)
@@ -327,9 +314,7 @@ def dies(root: Path, memory: NodeMemory, fault: Fault) -> bool:
 
 
 @pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_flush_that_dies_anywhere_leaves_nothing_that_counts_and_the_next_ends_it(
-    tmp_path: Path, thorough: bool
-) -> None:
+def test_a_flush_that_dies_anywhere_leaves_nothing_that_counts_and_the_next_ends_it(tmp_path, thorough):
     root = tmp_path / "root"
     commit(root, 100)
     memories = nodes_with(tmp_path, 120, {"a": range(4)})
@@ -352,9 +337,7 @@ def test_a_flush_that_dies_anywhere_leaves_nothing_that_counts_and_the_next_ends
 
 
 @pytest.mark.slow
-def test_what_was_begun_again_and_finished_outlives_a_power_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_begun_again_and_finished_outlives_a_power_cut(tmp_path, monkeypatch):
     for module in (writer_lock, reader_lease):  # whoever died in this process is dead, although its pid is alive
         monkeypatch.setattr(module, "process_lives", lambda claimant: False)
     monkeypatch.setattr(writer_lock, "PATIENCE_SECONDS", 0)
@@ -379,7 +362,7 @@ def test_what_was_begun_again_and_finished_outlives_a_power_cut(
     assert struck > 50
 
 
-def test_the_others_go_on_without_one_that_is_killed(tmp_path: Path) -> None:
+def test_the_others_go_on_without_one_that_is_killed(tmp_path):
     """With each part on two nodes, any one of the three may go at any moment."""
     memories = nodes_with(tmp_path, 120, THREE, rows=LARGE)
     chance = random.Random(25)
@@ -388,28 +371,28 @@ def test_the_others_go_on_without_one_that_is_killed(tmp_path: Path) -> None:
         subprocess.run(["cp", "-a", str(tmp_path / "root"), str(root)], check=True)
         commit(root, 100)
 
-        def kill_one(children: Sequence[BaseProcess]) -> None:
+        def kill_one(children):
             time.sleep(chance.uniform(0, 0.35))
             one = chance.choice(children)
             assert one.pid is not None
             os.kill(one.pid, signal.SIGKILL)
 
         told = on_all(root, list(memories.values()), act=kill_one)
-        assert {each.step for each in told.values()} <= {120}  # type: ignore[union-attr]
+        assert {each.step for each in told.values()} <= {120}
         assert len(told) >= 2
         assert {step: sequence for step, (sequence, _) in holds(root).items()} == {100: 1, 120: 2}
         execute(root, plan_prune(root, None), "cli0badf00d")
         assert not left_in(root)
 
 
-def test_all_of_them_are_killed_and_begin_again(tmp_path: Path) -> None:
+def test_all_of_them_are_killed_and_begin_again(tmp_path):
     memories = nodes_with(tmp_path, 120, {"a": [0, 1], "b": [2, 3]}, rows=LARGE)
     chance = random.Random(52)
     for number in range(8):
         root = tmp_path / f"root-{number}"
         subprocess.run(["cp", "-a", str(tmp_path / "root"), str(root)], check=True)
 
-        def kill_all(children: Sequence[BaseProcess]) -> None:
+        def kill_all(children):
             time.sleep(chance.uniform(0, 0.35))
             for child in children:
                 child.kill()
@@ -417,18 +400,18 @@ def test_all_of_them_are_killed_and_begin_again(tmp_path: Path) -> None:
         on_all(root, list(memories.values()), act=kill_all)
         assert set(holds(root)) <= {120}
         told = on_all(root, list(memories.values()))
-        assert {each.step for each in told.values()} == {120}  # type: ignore[union-attr]
+        assert {each.step for each in told.values()} == {120}
         assert {step: sequence for step, (sequence, _) in holds(root).items()} == {120: 1}
 
 
-def test_a_process_that_stands_still_does_not_keep_the_others(tmp_path: Path) -> None:
+def test_a_process_that_stands_still_does_not_keep_the_others(tmp_path):
     root = tmp_path / "root"
     memories = nodes_with(tmp_path, 120, {"a": range(4), "b": range(4)}, rows=LARGE)
 
     class StandingDisk(Disk):
         stood = False
 
-        def rename(self, source: Path, target: Path) -> None:
+        def rename(self, source, target):
             if target.name.startswith("__") and not self.stood:
                 self.stood = True
                 os.kill(os.getpid(), signal.SIGSTOP)

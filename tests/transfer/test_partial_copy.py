@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -25,20 +24,20 @@ from ckptman.transfer.copy import CopyOptions, copy_checkpoint, copy_foreign
 from ckptman.transfer.progress import Meter
 from tests.helpers.checkpoints import commit, steps_of
 from tests.helpers.faulty_disk import Death
-from tests.transfer.test_copy_to_folder import STEP, Told, copy, plain, source
+from tests.transfer.test_copy_to_folder import STEP, copy, plain, source
 
 __all__ = ["source"]
 
 
-def names(root: Path) -> list[str]:
+def names(root):
     return sorted(path.name for path in root.iterdir() if path.name != DOT)
 
 
-def test_a_draft_that_another_copy_took_over_is_not_published(source: Path, tmp_path: Path) -> None:
+def test_a_draft_that_another_copy_took_over_is_not_published(source, tmp_path):
     """As after `scontrol suspend`: who was silent for long is taken for dead, and what it had sealed is tidied up."""
 
     class Suspended(Disk):
-        def sync_folder(self, path: Path) -> None:
+        def sync_folder(self, path):
             super().sync_folder(path)
             if (path / MANIFEST).exists() and ".tmp-copy-" in path.name:
                 other = this_process("copy", None)
@@ -51,10 +50,10 @@ def test_a_draft_that_another_copy_took_over_is_not_published(source: Path, tmp_
 
 
 @pytest.mark.parametrize("of_others", [False, True])
-def test_a_mount_that_goes_away_is_no_original_that_is_gone(of_others: bool, source: Path, tmp_path: Path) -> None:
+def test_a_mount_that_goes_away_is_no_original_that_is_gone(of_others, source, tmp_path):
     folder = plain(source / "outputs", b"one")
 
-    def go_away(meter: Meter) -> None:
+    def go_away(meter):
         if meter.phase == "copying" and source.exists():
             source.rename(tmp_path / "away")
 
@@ -64,14 +63,14 @@ def test_a_mount_that_goes_away_is_no_original_that_is_gone(of_others: bool, sou
     assert len(names(place.root)) == 1
 
 
-def test_what_was_copied_by_hand_is_flushed_before_it_counts(source: Path, tmp_path: Path) -> None:
+def test_what_was_copied_by_hand_is_flushed_before_it_counts(source, tmp_path):
     class Watched(Disk):
         flushed: set[str] = set()  # noqa: RUF012
 
-        def sync_file(self, fd: int) -> None:
+        def sync_file(self, fd):
             self.flushed.add(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115
 
-        def sync_folder(self, path: Path) -> None:
+        def sync_folder(self, path):
             self.flushed.add(str(path))
 
     for folder in (source / STEP, plain(tmp_path / "outputs", b"one")):
@@ -85,9 +84,9 @@ def test_what_was_copied_by_hand_is_flushed_before_it_counts(source: Path, tmp_p
         assert wanted <= disk.flushed
 
 
-def test_what_an_error_left_of_a_checkpoint_of_others_is_cleared_by_the_next_copy(tmp_path: Path) -> None:
+def test_what_an_error_left_of_a_checkpoint_of_others_is_cleared_by_the_next_copy(tmp_path):
     class Full(Disk):
-        def sync_file(self, fd: int) -> None:
+        def sync_file(self, fd):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     folder, root = plain(tmp_path / "outputs", b"one"), tmp_path / "root"
@@ -101,9 +100,9 @@ def test_what_an_error_left_of_a_checkpoint_of_others_is_cleared_by_the_next_cop
 
 
 @pytest.mark.parametrize("where", ["aside", "trash"])
-def test_of_what_was_replaced_nothing_is_left_after_a_kill_either(where: str, tmp_path: Path) -> None:
+def test_of_what_was_replaced_nothing_is_left_after_a_kill_either(where, tmp_path):
     class Killed(Disk):
-        def rename(self, source: Path, target: Path) -> None:
+        def rename(self, source, target):
             super().rename(source, target)
             if f".{where}-copy-".replace("aside", "old") in target.name:
                 raise Death
@@ -120,7 +119,7 @@ def test_of_what_was_replaced_nothing_is_left_after_a_kill_either(where: str, tm
     assert names(root) == ["outputs", "outputs.old-copy-20261122"]
 
 
-def test_a_rollback_goes_along_with_what_is_named_by_a_link(source: Path, tmp_path: Path) -> None:
+def test_a_rollback_goes_along_with_what_is_named_by_a_link(source, tmp_path):
     assert main(["rollback", str(source), "--to-step", "100"]) == 0
     (tmp_path / "best").symlink_to(source / STEP)
     assert main(["copy", "best", "root"]) == 0
@@ -130,9 +129,9 @@ def test_a_rollback_goes_along_with_what_is_named_by_a_link(source: Path, tmp_pa
 
 @pytest.mark.parametrize("name", [MANIFEST, PINNED, "blocks-00000.bin"])
 def test_with_all_what_is_beside_the_files_and_cannot_be_read_keeps_no_other_checkpoint(
-    name: str, source: Path, tmp_path: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def closed(path: Path, most_bytes: int) -> bytes:
+    name, source, tmp_path, capsys, monkeypatch
+):
+    def closed(path, most_bytes):
         if (path.parent.name, path.name) == ("step-0000000100", name):
             raise OSError(errno.EIO, os.strerror(errno.EIO))  # as of a read, which does not say of what
         return read_regular(path, most_bytes)
@@ -144,7 +143,7 @@ def test_with_all_what_is_beside_the_files_and_cannot_be_read_keeps_no_other_che
     assert steps_of(Catalog(tmp_path / "root").complete()) == [200]
 
 
-def test_where_nothing_could_be_copied_nothing_is_said_to_be_there(source: Path, tmp_path: Path, capsys: Told) -> None:
+def test_where_nothing_could_be_copied_nothing_is_said_to_be_there(source, tmp_path, capsys):
     commit(tmp_path / "root", 100, metrics={"loss": 1.0})
     commit(tmp_path / "root", 200, metrics={"loss": 1.0})
     assert main(["copy", "source", "root", "--all"]) == 5

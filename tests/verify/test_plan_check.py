@@ -1,11 +1,8 @@
 """Plans without ranks: they say what a load would read, and find every table that cannot be planned with."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,26 +25,26 @@ BYTES = sum(int(np.prod(shape)) * (2 if dtype == "bfloat16" else 4) for _, dtype
 LAYOUTS = [(1,), (2,), (5,), (8,), (100,), (2, 4), (40, 3)]
 
 
-def _simulate(folder: Path) -> None:
+def _simulate(folder):
     from tests.helpers.simulated import simulate
 
     simulate(folder, TENSORS, 6)
 
 
 @pytest.fixture(scope="module")
-def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def simulated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("simulated") / "checkpoint"
     alone(_simulate, folder)
     return folder
 
 
-def _plan(folder: Path, layouts: list[tuple[int, ...]]) -> list[PlanReport]:
+def _plan(folder, layouts):
     from ckptman.verify.plan_check import plan
 
     return [report for layout in layouts for report in plan(folder, [], layout, 1e9, 1e8)]
 
 
-def test_each_rank_gets_all_it_needs_once(simulated: Path) -> None:
+def test_each_rank_gets_all_it_needs_once(simulated):
     for layout, report in zip(LAYOUTS, alone(_plan, simulated, LAYOUTS)):
         assert report.problems == []
         assert report.unproved == []
@@ -64,18 +61,18 @@ def test_each_rank_gets_all_it_needs_once(simulated: Path) -> None:
     assert report.files_per_rank_max <= 6
 
 
-def test_a_plan_is_made_in_pieces_where_it_is_large(simulated: Path) -> None:
+def test_a_plan_is_made_in_pieces_where_it_is_large(simulated):
     whole = alone(_plan, simulated, LAYOUTS)
     pieces = alone(_plan_in_pieces, simulated, LAYOUTS)
     assert [_figures(each) for each in pieces] == [_figures(each) for each in whole]
 
 
-def _figures(report: PlanReport) -> tuple[Any, ...]:
+def _figures(report):
     ranges = report.ranges_total, report.wanted_bytes
     return report.problems, report.bytes_total, report.bytes_per_rank_max, report.files_per_rank_max, ranges
 
 
-def _plan_in_pieces(folder: Path, layouts: list[tuple[int, ...]]) -> list[PlanReport]:
+def _plan_in_pieces(folder, layouts):
     from ckptman.verify import plan_check
 
     plan_check.RANGES_AT_A_TIME = 10
@@ -88,58 +85,58 @@ Table = Any
 Lie = Callable[[Table], None]
 
 
-def _row(numbers: Table, record: Any, row: int) -> Table:
+def _row(numbers, record, row):
     width = 4 + 2 * len(record.shape)
     return numbers[record.start + row * width : record.start + (row + 1) * width]
 
 
-def chunk_missing(numbers: Table, record: Any) -> str:
+def chunk_missing(numbers, record):
     _row(numbers, record, 2)[4 + 2] = 0  # has no rows any more
     return "layers.3.weight [82, 96]: element [28, 0] was saved 0 times, not once"
 
 
-def chunks_overlap(numbers: Table, record: Any) -> str:
+def chunks_overlap(numbers, record):
     row = _row(numbers, record, 1)
     row[4] -= 1
     return "layers.3.weight [82, 96]: element [13, 0] was saved 2 times, not once"
 
 
-def chunk_outside_its_file(numbers: Table, record: Any) -> str:
+def chunk_outside_its_file(numbers, record):
     row = _row(numbers, record, 1)
     row[1] += 2**40
     row[3] += 2**40
     return "chunk 1 of 6 lies outside of its file"
 
 
-def chunk_in_no_file(numbers: Table, record: Any) -> str:
+def chunk_in_no_file(numbers, record):
     _row(numbers, record, 1)[0] = 6
     return "chunk 1 of 6 is in a file that there is not"
 
 
-def chunk_outside_the_tensor(numbers: Table, record: Any) -> str:
+def chunk_outside_the_tensor(numbers, record):
     _row(numbers, record, 5)[4] += 1
     return "chunk 5 of 6 lies outside of the tensor"
 
 
-def payload_late(numbers: Table, record: Any) -> str:
+def payload_late(numbers, record):
     _row(numbers, record, 1)[3] += 2
     return "layers.3.weight: chunk 1 has its payload at byte"
 
 
-def container_of_another(numbers: Table, record: Any) -> str:
+def container_of_another(numbers, record):
     one, other = _row(numbers, record, 1), _row(numbers, record, 2)
     one[:4] = other[:4]
     return "belong to a chunk of layers.3.weight and to another of layers.3.weight"
 
 
-def container_elsewhere(numbers: Table, record: Any) -> str:
+def container_elsewhere(numbers, record):
     row = _row(numbers, record, 1)
     row[1] -= 64
     row[3] -= 64
     return "belong to a chunk of layers.2.weight and to another of layers.3.weight"
 
 
-def container_shorter(numbers: Table, record: Any) -> str:
+def container_shorter(numbers, record):
     _row(numbers, record, 1)[2] -= 8
     return "is not a container that torch can read"
 
@@ -157,7 +154,7 @@ LIES = (
 )
 
 
-def _lie(folder: Path, scratch: Path) -> list[tuple[str, list[str]]]:
+def _lie(folder, scratch):
     """For each lie what should be found, and what `verify --plan-only` finds: the plan comes after the table."""
     from ckptman.format.index import Index
     from ckptman.format.manifest import read_manifest
@@ -179,7 +176,7 @@ def _lie(folder: Path, scratch: Path) -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_a_table_that_lies_is_found(simulated: Path, tmp_path: Path) -> None:
+def test_a_table_that_lies_is_found(simulated, tmp_path):
     found = alone(_lie, simulated, tmp_path)
     assert len(found) == len(LIES)
     for expected, problems in found:
@@ -187,12 +184,12 @@ def test_a_table_that_lies_is_found(simulated: Path, tmp_path: Path) -> None:
         assert all("layers.3.weight" in problem for problem in problems), problems
 
 
-def _without_a_chunk(folder: Path) -> list[str]:
+def _without_a_chunk(folder):
     from ckptman.verify import plan_check
 
     real = plan_check.overlaps
 
-    def fewer(chunks: Any, readers: Any) -> Any:
+    def fewer(chunks, readers):
         found = real(chunks, readers)
         return type(found)(*(each[1:] for each in found)) if len(chunks) > 1 else found
 
@@ -200,12 +197,12 @@ def _without_a_chunk(folder: Path) -> list[str]:
     return [why for report in plan_check.plan(folder, [4]) for why in report.problems]
 
 
-def test_ranks_that_miss_something_are_named(simulated: Path) -> None:
+def test_ranks_that_miss_something_are_named(simulated):
     problems = alone(_without_a_chunk, simulated)
     assert "on 4 ranks: rank 0: of 2016 elements of layers.3.weight that are needed, 672 were saved" in problems
 
 
-def _read_by_a_restore(state: Any, saved: Any, low: int, high: int) -> list[tuple[str, int, int]]:
+def _read_by_a_restore(state, saved, low, high):
     """Which bytes of which files a restore reads for rows [low, high)."""
     import torch
 
@@ -222,7 +219,7 @@ def _read_by_a_restore(state: Any, saved: Any, low: int, high: int) -> list[tupl
     return sorted(found)
 
 
-def _compare_with_a_restore(folder: Path, layouts: list[tuple[int, ...]]) -> int:
+def _compare_with_a_restore(folder, layouts):
     from ckptman.loading.checkpoint_reader import SavedState
     from ckptman.verify import plan_ranges
     from ckptman.verify.chunk_files import Saved
@@ -236,7 +233,7 @@ def _compare_with_a_restore(folder: Path, layouts: list[tuple[int, ...]]) -> int
                 found = plan_ranges.overlaps(chunks, readers)
                 start, end = plan_ranges.bytes_of(saved, chunks, found, True)
                 files = [state.index.files[number] for number in chunks.file[found.chunk]]
-                planned: dict[int, list[tuple[str, int, int]]] = {}
+                planned = {}
                 for number, *place in zip(found.reader.tolist(), files, start.tolist(), end.tolist()):
                     planned.setdefault(number, []).append((place[0], place[1], place[2]))
                 for number, (low, high) in enumerate(zip(readers.low.tolist(), readers.high.tolist())):
@@ -246,11 +243,11 @@ def _compare_with_a_restore(folder: Path, layouts: list[tuple[int, ...]]) -> int
     return compared
 
 
-def test_each_rank_reads_what_a_restore_reads(simulated: Path) -> None:
+def test_each_rank_reads_what_a_restore_reads(simulated):
     assert alone(_compare_with_a_restore, simulated, LAYOUTS) > 1000
 
 
-def _compare_with_torch(layouts: list[tuple[int, ...]]) -> None:
+def _compare_with_torch(layouts):
     import torch
     from torch.distributed.tensor.placement_types import Replicate, Shard
 
@@ -271,11 +268,11 @@ def _compare_with_torch(layouts: list[tuple[int, ...]]) -> None:
                 assert not sizes[0] or offsets[0] == low[number]
 
 
-def test_shards_are_the_rows_that_torch_gives_them() -> None:
+def test_shards_are_the_rows_that_torch_gives_them():
     alone(_compare_with_torch, LAYOUTS)
 
 
-def _save(folder: str) -> None:
+def _save(folder):
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
@@ -284,7 +281,7 @@ def _save(folder: str) -> None:
     import ckptman
 
     mesh = init_device_mesh("cpu", (2,))
-    state: dict[str, Any] = {
+    state = {
         f"rows.{number}": distribute_tensor(torch.randn(301 + number, 700), mesh, [Shard(0)]) for number in range(4)
     }
     state |= {f"columns.{number}": distribute_tensor(torch.randn(40, 9), mesh, [Shard(1)]) for number in range(70)}
@@ -294,13 +291,13 @@ def _save(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(2, _save, str(folder))
     return folder
 
 
-def _read_on(folder: Path, world_size: int) -> tuple[PlanReport, list[tuple[int, int]]]:
+def _read_on(folder, world_size):
     """The plan, and for each rank the bytes and files that are really read."""
     import torch
 
@@ -329,7 +326,7 @@ def _read_on(folder: Path, world_size: int) -> tuple[PlanReport, list[tuple[int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_is_planned_is_what_is_read(saved: Path, world_size: int) -> None:
+def test_what_is_planned_is_what_is_read(saved, world_size):
     report, read = alone(_read_on, saved / "ours", world_size)
     assert report.problems == []
     assert report.bytes_total == pytest.approx(sum(size for size, _ in read), rel=0.02)
@@ -337,14 +334,14 @@ def test_what_is_planned_is_what_is_read(saved: Path, world_size: int) -> None:
     assert report.files_per_rank_max == max(files for _, files in read)
 
 
-def test_of_plain_dcp_it_is_said_what_is_not_known(saved: Path) -> None:
+def test_of_plain_dcp_it_is_said_what_is_not_known(saved):
     (report,) = alone(_plan, saved / "plain", [(2, 3)])
     assert report.problems == []
     (unproved,) = report.unproved
     assert unproved.startswith("where the elements of 149 of 149 saved chunks begin: ")
 
 
-def test_the_command_line_gets_reports(simulated: Path) -> None:
+def test_the_command_line_gets_reports(simulated):
     reports = list(plan_on(simulated, [1, 4], None, (2, 3)))
     assert [(each.world_size, each.problems, each.load_seconds) for each in reports] == [
         (1, [], None),
@@ -355,7 +352,7 @@ def test_the_command_line_gets_reports(simulated: Path) -> None:
     assert json.dumps(reports[0].__dict__)
 
 
-def _shares(layout: tuple[int, int], most: int) -> int:
+def _shares(layout, most):
     """Compare the rows that each rank of a layout reads together with others with what `sharing` gives it."""
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -369,13 +366,13 @@ def _shares(layout: tuple[int, int], most: int) -> int:
     tensors = [Saved(name, shape, getattr(torch, dtype)) for name, dtype, shape in TENSORS]
     tensors += [Saved("g.wide", (6, 20_000_000), torch.uint8), Saved("h.long", (9_000_001, 3), torch.int16)]
     for module in (sharing, plan_ranges):
-        module.MEMBERS = most  # type: ignore[attr-defined]
+        module.MEMBERS = most
     replicas, shards = layout
     world_size, compared = replicas * shards, 0
-    theirs: dict[tuple[str, int], tuple[int, int]] = {}
+    theirs = {}
     for rank in range(world_size):
         mesh = DeviceMesh("cpu", torch.arange(world_size).view(layout), _init_backend=False, _rank=rank)
-        group: tuple[int, ...] = ()
+        group = ()
         line = []
         for saved in sorted(tensors, key=lambda each: each.name):
             share = -(-saved.rows // shards) if saved.shape else 1
@@ -398,7 +395,7 @@ def _shares(layout: tuple[int, int], most: int) -> int:
                 begin, end = theirs[part.shared.name, rank]
                 assert begin == end or end == first
                 theirs[part.shared.name, rank] = (first if begin == end else begin), first + part.rows
-    mine: dict[tuple[str, int], tuple[int, int]] = {}
+    mine = {}
     for saved, parts in plan_ranges.readers_of(tensors, layout, range(shards)):
         for readers in parts:
             for row in readers.ranks:
@@ -416,5 +413,5 @@ def _shares(layout: tuple[int, int], most: int) -> int:
 @pytest.mark.parametrize(
     ("layout", "most"), [((1, 3), 32), ((2, 4), 32), ((3, 1), 32), ((5, 3), 32), ((7, 2), 3), ((4, 1), 3)]
 )
-def test_replicas_read_the_rows_that_a_restore_gives_them(layout: tuple[int, int], most: int) -> None:
+def test_replicas_read_the_rows_that_a_restore_gives_them(layout, most):
     assert alone(_shares, layout, most) > 10

@@ -1,15 +1,10 @@
 """The check of loading itself: it passes what loads, in any layout, and finds each way in which a load can go wrong."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,22 +16,22 @@ from tests.helpers.ranks import RankError, alone, run_ranks
 Problems = list[str]
 
 
-def _save(folder: str) -> None:
+def _save(folder):
     """On 4 ranks: tensors of all kinds, sharded in all ways, by ckptman in `ours` and by plain DCP in `plain`."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     import ckptman
 
     torch.manual_seed(7)
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
 
-    def cut(shape: tuple[int, ...], mesh: Any, *placements: Any) -> DTensor:
+    def cut(shape, mesh, *placements):
         return distribute_tensor(torch.randn(shape), mesh, list(placements))
 
-    state: dict[str, Any] = {
+    state = {
         "rows": cut((11, 6), line, Shard(0)),
         "columns": cut((11, 6), line, Shard(1)),
         "tiles": cut((13, 9, 5), square, Shard(0), Shard(1)),
@@ -64,13 +59,13 @@ def _save(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(4, _save, str(folder))
     return folder
 
 
-def _check(folder: Path, world_sizes: list[int], mesh: tuple[int, ...] | None = None) -> list[tuple[Any, ...]]:
+def _check(folder, world_sizes, mesh=None):
     from ckptman.verify.reshard_check import check
 
     return [(each.world_size, each.problems, each.notes) for each in check(folder, world_sizes, mesh)]
@@ -78,20 +73,20 @@ def _check(folder: Path, world_sizes: list[int], mesh: tuple[int, ...] | None = 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ours", "plain"])
-def test_every_kind_of_tensor_loads_in_every_layout(saved: Path, name: str) -> None:
+def test_every_kind_of_tensor_loads_in_every_layout(saved, name):
     assert alone(_check, saved / name, [1, 2, 5]) == [(1, [], []), (2, [], []), (5, [], [])]
     assert alone(_check, saved / name, [], (2, 2)) == [(4, [], [])]
     assert alone(_check, saved / name, [3], (3, 1)) == [(3, [], [])]
 
 
-def _in_waves(folder: Path, processes: int, mesh: tuple[int, ...]) -> tuple[list[tuple[Any, ...]], int]:
+def _in_waves(folder, processes, mesh):
     """What is found with so many processes at a time, and how many there really were at most."""
     from ckptman.verify import reshard_check as module
 
     counts = []
     real = module.run_forked
 
-    def spy(work: Any, world_size: int, silence_seconds: float, at_once: int, **more: Any) -> Problems:
+    def spy(work, world_size, silence_seconds, at_once, **more):
         counts.append(at_once)
         return real(work, world_size, silence_seconds, at_once, **more)
 
@@ -101,7 +96,7 @@ def _in_waves(folder: Path, processes: int, mesh: tuple[int, ...]) -> tuple[list
 
 
 @pytest.mark.parametrize("name", ["ours", "plain"])
-def test_more_ranks_than_fit_load_in_waves_and_it_is_said_what_that_leaves_open(saved: Path, name: str) -> None:
+def test_more_ranks_than_fit_load_in_waves_and_it_is_said_what_that_leaves_open(saved, name):
     ((world_size, problems, notes),), most = alone(_in_waves, saved / name, 2, (2, 6))
     assert (world_size, problems, most) == (12, [], 2)
     assert notes == [
@@ -115,14 +110,14 @@ def test_more_ranks_than_fit_load_in_waves_and_it_is_said_what_that_leaves_open(
 Patch = pytest.MonkeyPatch
 
 
-def _fills(patch: Patch, harm: Callable[[Any, list[Any]], Iterator[Any]]) -> None:
+def _fills(patch, harm):
     """Put what `harm` makes of the fills of one tensor in their place, on the rank with the highest number."""
     from ckptman.loading import exchange as sharing
     from ckptman.loading import read_tensors as reading
 
     real = reading.fills_for_box
 
-    def fills_for_box(state: Any, name: str, offsets: Any, memory: Any) -> Iterator[Any]:
+    def fills_for_box(state, name, offsets, memory):
         fills = list(real(state, name, offsets, memory))
         yield from harm(state, fills) if name == "sharded" and _is_last_rank() else fills
 
@@ -134,30 +129,30 @@ _now = {"rank": 0, "last": 0}
 """In a rank: its number, and the highest there is."""
 
 
-def _is_last_rank() -> bool:
+def _is_last_rank():
     return _now["rank"] == _now["last"]
 
 
-def _know_the_rank(patch: Patch, everywhere: bool) -> None:
+def _know_the_rank(patch, everywhere):
     """Let harms know which rank they are in; `run_on_all`: as if each were the last."""
     from ckptman.verify import reshard_check as module
 
     real = module.check_rank
 
-    def check_rank(job: Any, rank: int, tell: Any) -> Problems:
+    def check_rank(job, rank, tell):
         _now.update(rank=rank, last=rank if everywhere else math.prod(job.layout) - 1)
         return real(job, rank, tell)
 
     patch.setattr(module, "check_rank", check_rank)
 
 
-def _part(fill: Any, first: int, last: int, target: Any) -> Any:
+def _part(fill, first, last, target):
     """Rows [first, last) of what a fill reads, put into `target`."""
     return type(fill)(fill.name, fill.chunk, (fill.start[0] + first, *fill.start[1:]), target[: last - first])
 
 
-def rows_swapped(patch: Patch) -> None:
-    def harm(state: Any, fills: list[Any]) -> Iterator[Any]:
+def rows_swapped(patch):
+    def harm(state, fills):
         fill, *rest = fills
         yield _part(fill, 0, 1, fill.target[1:])
         yield _part(fill, 1, 2, fill.target)
@@ -167,8 +162,8 @@ def rows_swapped(patch: Patch) -> None:
     _fills(patch, harm)
 
 
-def row_dropped(patch: Patch) -> None:
-    def harm(state: Any, fills: list[Any]) -> Iterator[Any]:
+def row_dropped(patch):
+    def harm(state, fills):
         *rest, fill = fills
         yield from rest
         yield _part(fill, 0, len(fill.target) - 1, fill.target)
@@ -176,8 +171,8 @@ def row_dropped(patch: Patch) -> None:
     _fills(patch, harm)
 
 
-def neighbour_read(patch: Patch) -> None:
-    def harm(state: Any, fills: list[Any]) -> Iterator[Any]:
+def neighbour_read(patch):
+    def harm(state, fills):
         fill, *rest = fills
         others = [each for each in state.all_chunks(fill.name) if each.offsets != fill.chunk.offsets]
         near = next(each for each in others if each.sizes == fill.chunk.sizes)
@@ -187,53 +182,53 @@ def neighbour_read(patch: Patch) -> None:
     _fills(patch, harm)
 
 
-def nothing_read(patch: Patch) -> None:
+def nothing_read(patch):
     _fills(patch, lambda state, fills: iter(()))
 
 
-def read_refused(patch: Patch) -> None:
-    def harm(state: Any, fills: list[Any]) -> Iterator[Any]:
+def read_refused(patch):
+    def harm(state, fills):
         raise ValueError("this one is refused")
 
     _fills(patch, harm)
 
 
-def rank_killed(patch: Patch) -> None:
+def rank_killed(patch):
     _fills(patch, lambda state, fills: os.kill(os.getpid(), signal.SIGKILL) or iter(()))
 
 
-def rank_gone(patch: Patch) -> None:
+def rank_gone(patch):
     _fills(patch, lambda state, fills: os._exit(3))
 
 
-def rank_hung(patch: Patch) -> None:
+def rank_hung(patch):
     _fills(patch, lambda state, fills: time.sleep(100) or iter(()))
 
 
-def nothing_received(patch: Patch) -> None:
+def nothing_received(patch):
     from ckptman.loading import exchange as sharing
 
     patch.setattr(sharing._Exchange, "_take", lambda self, number, pieces, received: None)
 
 
-def too_little_sent(patch: Patch) -> None:
+def too_little_sent(patch):
     from ckptman.loading import exchange as sharing
 
     real = sharing._bands
 
-    def bands(line: Any, member: int, members: int) -> Iterator[Any]:
+    def bands(line, member, members):
         for band in real(line, member, members):
             yield [each._replace(rows=each.rows - 1) if member else each for each in band]
 
     patch.setattr(sharing, "_bands", bands)
 
 
-def one_element_wrong(patch: Patch) -> None:
+def one_element_wrong(patch):
     from ckptman.verify import reshard_check as module
 
     real = module._read_into
 
-    def read(state: Any, tensors: Any, channel: Any) -> None:
+    def read(state, tensors, channel):
         real(state, tensors, channel)
         if "all" in tensors and _is_last_rank():
             tensors["all"].to_local().view(-1)[-1:].mul_(-1)
@@ -248,7 +243,7 @@ OTHERS = (one_element_wrong, read_refused)
 Found = dict[tuple[str, tuple[int, ...]], Problems]
 
 
-def _harmed(folder: Path, harms: list[Callable[[Patch], None]], layouts: list[tuple[int, ...]], waves: bool) -> Found:
+def _harmed(folder, harms, layouts, waves):
     """What is found of each harm, in each layout."""
     import psutil
 
@@ -273,15 +268,15 @@ TOGETHER = {(2,): [1], (2, 2): [1, 3]}
 
 
 @pytest.fixture(scope="module", params=["ours", "plain"])
-def together(request: pytest.FixtureRequest, saved: Path) -> Found:
-    found: Found = alone(_harmed, saved / request.param, [*WRONG_PLANS, *OTHERS], list(TOGETHER), False)
+def together(request, saved):
+    found = alone(_harmed, saved / request.param, [*WRONG_PLANS, *OTHERS], list(TOGETHER), False)
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", WRONG_PLANS)
 @pytest.mark.parametrize("layout", TOGETHER)
-def test_a_wrong_plan_is_found(harm: Callable[[Patch], None], layout: tuple[int, ...], together: Found) -> None:
+def test_a_wrong_plan_is_found(harm, layout, together):
     problems = together[harm.__name__, layout]
     assert len(problems) == len(TOGETHER[layout])
     for rank, problem in zip(TOGETHER[layout], problems):
@@ -290,7 +285,7 @@ def test_a_wrong_plan_is_found(harm: Callable[[Patch], None], layout: tuple[int,
 
 
 @pytest.mark.parametrize("layout", TOGETHER)
-def test_one_wrong_element_is_named_and_counted(layout: tuple[int, ...], together: Found) -> None:
+def test_one_wrong_element_is_named_and_counted(layout, together):
     (problem,) = together["one_element_wrong", layout]
     last = TOGETHER[layout][-1]
     assert problem.startswith(f"rank {last} of {last + 1}: all: rows 5 to 8 differ from what is in __")
@@ -298,31 +293,29 @@ def test_one_wrong_element_is_named_and_counted(layout: tuple[int, ...], togethe
 
 
 @pytest.mark.parametrize("layout", TOGETHER)
-def test_a_tensor_that_cannot_be_read_is_named_and_the_others_are_compared(
-    layout: tuple[int, ...], together: Found
-) -> None:
+def test_a_tensor_that_cannot_be_read_is_named_and_the_others_are_compared(layout, together):
     last = TOGETHER[layout][-1]
     why = "sharded: it does not load: ValueError: this one is refused"
     assert together["read_refused", layout] == [f"rank {last} of {last + 1}: {why}"]
 
 
-def test_a_wrong_plan_is_found_in_waves(saved: Path) -> None:
-    found: Found = alone(_harmed, saved / "ours", list(WRONG_PLANS), [(3, 2)], True)
+def test_a_wrong_plan_is_found_in_waves(saved):
+    found = alone(_harmed, saved / "ours", list(WRONG_PLANS), [(3, 2)], True)
     for problems in found.values():
         assert {problem.partition(":")[0] for problem in problems} == {f"rank {rank} of 6" for rank in range(6)}
 
 
-def test_a_wrong_exchange_between_replicas_is_found(saved: Path) -> None:
-    found: Found = alone(_harmed, saved / "ours", list(WRONG_EXCHANGES), [(2, 2)], False)
+def test_a_wrong_exchange_between_replicas_is_found(saved):
+    found = alone(_harmed, saved / "ours", list(WRONG_EXCHANGES), [(2, 2)], False)
     for problems in found.values():
         assert any(": sharded: rows " in problem for problem in problems), found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("waves", [False, True])
-def test_a_rank_that_dies_or_hangs_ends_the_check_with_its_name(saved: Path, waves: bool) -> None:
+def test_a_rank_that_dies_or_hangs_ends_the_check_with_its_name(saved, waves):
     begun = time.monotonic()
-    found: Found = alone(_harmed, saved / "ours", list(DEATHS), [(2, 2)], waves)
+    found = alone(_harmed, saved / "ours", list(DEATHS), [(2, 2)], waves)
     for harm, why in DEATHS.items():
         problems = found[harm.__name__, (2, 2)]
         assert any(why in each and (waves or "rank 3 of 4 " in each) for each in problems), problems
@@ -330,11 +323,11 @@ def test_a_rank_that_dies_or_hangs_ends_the_check_with_its_name(saved: Path, wav
     assert time.monotonic() - begun < 60
 
 
-def test_nothing_that_was_forked_is_left(saved: Path) -> None:
+def test_nothing_that_was_forked_is_left(saved):
     assert alone(_children_left, saved / "ours") == []
 
 
-def _children_left(folder: Path) -> list[int]:
+def _children_left(folder):
     import psutil
 
     from ckptman.verify.reshard_check import check
@@ -342,11 +335,11 @@ def _children_left(folder: Path) -> list[int]:
     assert [each.problems for each in check(folder, [3])] == [[]]
     reports = check(folder, [2, 3])
     next(reports)
-    reports.close()  # type: ignore[attr-defined]
+    reports.close()
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
-def test_a_container_that_is_not_where_the_table_says_is_found(saved: Path, tmp_path: Path) -> None:
+def test_a_container_that_is_not_where_the_table_says_is_found(saved, tmp_path):
     """The table places the payload of a tensor four bytes late: both ways of reading go by it, torch does not."""
     (problem,) = alone(_late_payload, saved / "ours")
     assert problem == (
@@ -355,7 +348,7 @@ def test_a_container_that_is_not_where_the_table_says_is_found(saved: Path, tmp_
     )
 
 
-def _late_payload(folder: Path) -> Problems:
+def _late_payload(folder):
     import re
 
     from ckptman.loading.checkpoint_reader import SavedState
@@ -363,7 +356,7 @@ def _late_payload(folder: Path) -> Problems:
 
     class Late(SavedState):
         @classmethod
-        def read(cls, folder: Path, rank: int | None = None) -> Late:
+        def read(cls, folder, rank=None):
             state = super().read(folder, rank)
             state.table.chunks("sharded")
             numbers = state.table._rows[0 : len(state.table._rows)].copy()
@@ -371,9 +364,9 @@ def _late_payload(folder: Path) -> Problems:
             numbers[record.start + 3] += 4
             state.table._rows = numbers
             state.table._last = None
-            return state  # type: ignore[return-value]
+            return state
 
-    module.SavedState = Late  # type: ignore[misc]
+    module.SavedState = Late
     (report,) = module.check(folder, [1])
     assert re.search(r"chunk 0 has its payload at byte (\d+)", report.problems[0]), report.problems
     (late,) = re.findall(r"payload at byte (\d+)", report.problems[0])
@@ -381,7 +374,7 @@ def _late_payload(folder: Path) -> Problems:
     return [re.sub(r"__\d+_0.distcp", "F", text), *report.problems[1:]]
 
 
-def _held() -> None:
+def _held():
     import torch
 
     from ckptman.verify import reshard_check as module
@@ -396,7 +389,7 @@ def _held() -> None:
     assert sum(each > module.BATCH_BYTES for each in held) == 2
 
 
-def test_bytes_that_changed_on_disk_are_not_what_was_saved(saved: Path, tmp_path: Path) -> None:
+def test_bytes_that_changed_on_disk_are_not_what_was_saved(saved, tmp_path):
     """What is compared with is not only what the disk says now, which is what was loaded."""
     shutil.copytree(saved / "ours", tmp_path / "ours")
     name, middle = alone(_middle_of, saved / "ours", "a.tall")
@@ -415,7 +408,7 @@ def test_bytes_that_changed_on_disk_are_not_what_was_saved(saved: Path, tmp_path
     ]
 
 
-def _middle_of(folder: Path, name: str) -> tuple[str, int]:
+def _middle_of(folder, name):
     """A byte in a block that lies in the second half of a tensor: its file and place."""
     from ckptman.loading.checkpoint_reader import SavedState
 
@@ -423,7 +416,7 @@ def _middle_of(folder: Path, name: str) -> tuple[str, int]:
     return chunk.file, (chunk.payload + chunk.bytes // 2) // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES + 7
 
 
-def test_memory_is_that_of_the_largest_shard_or_a_batch() -> None:
+def test_memory_is_that_of_the_largest_shard_or_a_batch():
     alone(_held)
 
 
@@ -439,17 +432,17 @@ ROOM = [
 ]
 
 
-def _processes(room: list[tuple[int, int, int, int]]) -> list[int]:
+def _processes(room):
     from ckptman.verify.reshard_check import processes_for
 
     return [processes_for(*each) for each in room]
 
 
-def test_as_many_processes_as_fit() -> None:
+def test_as_many_processes_as_fit():
     assert alone(_processes, [room for room, _ in ROOM]) == [processes for _, processes in ROOM]
 
 
-def _tight(folder: Path) -> Problems:
+def _tight(folder):
     from ckptman.verify import reshard_check as module
 
     module.available_bytes = lambda: module.PROCESS_BYTES
@@ -457,13 +450,13 @@ def _tight(folder: Path) -> Problems:
     return [*report.problems, report.not_tried]
 
 
-def test_a_shard_that_does_not_fit_into_memory_is_not_tried(saved: Path) -> None:
+def test_a_shard_that_does_not_fit_into_memory_is_not_tried(saved):
     (why,) = alone(_tight, saved / "ours")
     assert why.startswith("each rank needs ")
     assert "take more ranks" in why
 
 
-def test_layouts() -> None:
+def test_layouts():
     assert layout_for(8) == (8,)
     assert layout_for(8, (2, 4)) == (2, 4)
     assert layout_for(4, (2, 4)) == (4,)
@@ -477,12 +470,12 @@ def test_layouts() -> None:
     assert shown(list("abcd"), 2) == ["a", "b", "and 2 more"]
 
 
-def test_a_test_alone_fails_with_its_traceback() -> None:
+def test_a_test_alone_fails_with_its_traceback():
     with pytest.raises(RankError, match="such as 2x4"):
         alone(world_sizes_with, [1], (0, 0))
 
 
-def test_a_record_that_was_taken_for_another_is_found(tmp_path: Path) -> None:
+def test_a_record_that_was_taken_for_another_is_found(tmp_path):
     """Both ways of reading go by the index; plain DCP goes by `.metadata`, and would load something else."""
     problems = alone(_swapped, tmp_path / "swapped")
     assert [problem.partition(", bytes")[0] for problem in problems] == [
@@ -491,7 +484,7 @@ def test_a_record_that_was_taken_for_another_is_found(tmp_path: Path) -> None:
     ]
 
 
-def _swapped(folder: Path) -> Problems:
+def _swapped(folder):
     import torch
 
     import ckptman
@@ -500,29 +493,29 @@ def _swapped(folder: Path) -> Problems:
 
     class Swapped(SavedState):
         @classmethod
-        def read(cls, folder: Path, rank: int | None = None) -> Swapped:
+        def read(cls, folder, rank=None):
             state = super().read(folder, rank)
             records = state.index.tensors
             records["x.a"], records["x.b"] = records["x.b"], records["x.a"]
-            return state  # type: ignore[return-value]
+            return state
 
     ckptman.save({"x": {"a": torch.zeros(8, 4), "b": torch.ones(8, 4)}}, folder)
-    module.SavedState = Swapped  # type: ignore[misc]
+    module.SavedState = Swapped
     (report,) = module.check(folder, [1])
     return report.problems
 
 
 @pytest.mark.slow
-def test_a_rank_that_reads_is_not_silent_though_it_tells_nothing() -> None:
+def test_a_rank_that_reads_is_not_silent_though_it_tells_nothing():
     assert alone(_slow_disk, 1.0) == []
 
 
-def _slow_disk(silence_seconds: float) -> Problems:
+def _slow_disk(silence_seconds):
     import time
 
     from ckptman.verify.rank_processes import run_forked
 
-    def work(rank: int, tell: Any) -> Problems:
+    def work(rank, tell):
         with open("/dev/zero", "rb", buffering=0) as disk:
             for _ in range(30):
                 disk.read(1)
@@ -532,25 +525,25 @@ def _slow_disk(silence_seconds: float) -> Problems:
     return run_forked(work, 2, silence_seconds)
 
 
-def test_how_much_is_done_is_told() -> None:
+def test_how_much_is_done_is_told():
     assert alone(_told) == [0.25, 0.25]
 
 
-def _told() -> list[float]:
+def _told():
     import multiprocessing
 
     from ckptman.verify import rank_processes
 
-    told: list[float] = []
+    told = []
     told_enough = multiprocessing.get_context("fork").Event()
     rank_processes._TOLD_SECONDS = 0.05
 
-    def work(rank: int, tell: Any) -> Problems:
+    def work(rank, tell):
         tell("half of it", 0.5 if rank else 0.0)
         told_enough.wait()
         return []
 
-    def done(part: float) -> None:
+    def done(part):
         if part > 0:
             told.append(part)
         if len(told) == 2:
