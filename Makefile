@@ -64,6 +64,7 @@ check: setup
 	$(BIN)/ruff check $(SOURCE)
 	$(BIN)/ruff format --check $(SOURCE)
 	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
 format: setup

@@ -11,8 +11,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ckptman import _moved
-
 __version__ = "0.1.0"
 
 _ROOMS = ("dcp", "errors", "policies")
@@ -93,8 +91,6 @@ __all__ = [
     "policies",
     "save",
 ]
-
-_moved.install()
 
 
 def __getattr__(name: str) -> object:

@@ -506,7 +506,3 @@ def commit_order(entry: Entry) -> tuple[int, float, int]:
     """What entries are sorted by."""
     # Time and step decide only between folders that were copied from several roots and share a sequence.
     return entry.sequence, entry.time_seconds, entry.step
-
-
-Catalogue = Catalog
-"""Its name of before."""

@@ -346,7 +346,3 @@ def _taken(final: Path) -> ExistsError:
         f"{final} came to be there meanwhile, and is another checkpoint: copy to another root, or say --overwrite to "
         f"replace it"
     )
-
-
-FolderPlace = LocalBackend
-"""Its name of before."""
