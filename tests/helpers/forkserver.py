@@ -1,7 +1,8 @@
 """A server that has imported torch once, and forks Python processes from itself.
 
 Importing torch costs 2 to 6 s of CPU, a fork 0.02 s. The server belongs to one run of the tests: it starts when it is
-first needed, and ends with the process that called `own`. What it forked ends with the client that asked for it:
+first needed. When the process that called `own` ends, it ends all processes that know of it by their environment, and
+itself. What it forked ends with the client that asked for it:
 
 - `Python`, a `subprocess.Popen` of `python ...`, and `run`, for tests
 - `python`, `torchrun` and `ckptman` in the directory `programs()`, for shells and for what starts `sys.executable`
@@ -35,6 +36,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+import psutil
 
 FOLDER_ENV = "TESTS_FORKSERVER"
 """The directory of the server of this run of the tests. Tests remove variables that begin with CKPTMAN."""
@@ -271,8 +274,7 @@ def serve(listener: socket.socket, owner: int) -> Request:
                 waiting.register(connection, selectors.EVENT_READ, pid)
                 _tell(connection, pid)
             elif key.data == "owner":
-                for pid in running:
-                    _kill(pid)
+                _end_all(os.environ[OWNER_ENV])
                 sys.exit(0)
             elif isinstance(key.fileobj, socket.socket):  # a client says nothing more, so it is gone
                 waiting.unregister(key.fileobj)
@@ -312,6 +314,14 @@ def _kill(pid: int) -> None:
     for end in (os.killpg, os.kill):
         with suppress(ProcessLookupError):
             end(pid, signal.SIGKILL)
+
+
+def _end_all(owner: str) -> None:
+    """End every process of a run of the tests, those not forked here as well: an interrupt leaves some."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(OWNER_ENV) == owner:
+                process.kill()
 
 
 # ---- Forked process -------------------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -83,10 +85,13 @@ class Cluster:
 
     No two clusters have nodes of the same name: the control groups of their jobs are called after node and job, and one
     would kill the jobs of the other.
+
+    It ends with the process that started it, however that ends: see `stop`.
     """
 
-    def __init__(self, folder, nodes=5):
-        self.folder, self.nodes = folder, [f"n{os.getpid()}0{number}" for number in range(1, nodes + 1)]
+    def __init__(self, folder, nodes=5, started_by=None):
+        first = f"n{started_by or os.getpid()}0"
+        self.folder, self.nodes = folder, [f"{first}{number}" for number in range(1, nodes + 1)]
         self.environ = {
             **{
                 name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "CKPTMAN"))
@@ -100,7 +105,14 @@ class Cluster:
         """Start all daemons, and wait until each node is idle."""
         for name in ("munge", "state", "spool", "pid", "log", "cgroup"):
             (self.folder / name).mkdir(parents=True)
-        self.folder.chmod(0o755)
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-m", __name__, self.folder, str(len(self.nodes)), str(os.getpid())],
+            cwd=Path(__file__).parents[2],
+            env={"PATH": os.environ["PATH"]},
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.folder.chmod(0o755)  # munged wants everybody to get at its socket
         self._mounted = self._mount_freezer()
         ports = _free_ports(1 + len(self.nodes))
         lines = [
@@ -193,16 +205,21 @@ class Cluster:
             time.sleep(0.1)
 
     def stop(self):
-        """End everything that belongs to this cluster."""
+        """End everything that belongs to this cluster. Done by a process that waits for this, or for our death."""
+        self._reaper.stdin.close()
+        self._reaper.wait()
+
+    def reap(self):
         for path in sorted((self.folder / "pid").glob("slurm*.pid")):
             self._end_by_pid_file(path.name, signal.SIGTERM)
         for process in self._processes():
             with suppress(psutil.Error):
                 process.kill()
         self._end_by_pid_file("munged.pid", signal.SIGTERM)
-        if self._mounted:
+        if os.path.ismount(freezer := self.folder / "cgroup/freezer"):
             self._empty_freezer()
-            subprocess.run(["umount", "-l", str(self.folder / "cgroup/freezer")], check=False, capture_output=True)
+            subprocess.run(["umount", "-l", freezer], check=False, capture_output=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _daemon(self, *command):
         done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=60)
@@ -276,3 +293,9 @@ def _path():
 
 def lines_of(path):
     return path.read_text().splitlines() if path.exists() else []
+
+
+if __name__ == "__main__":
+    run, count, starter = sys.argv[1:]
+    sys.stdin.read()
+    Cluster(Path(run), int(count), starter).reap()

@@ -1,7 +1,6 @@
 """One cluster for all tests of this folder. Where Slurm is not installed they are skipped, and told why."""
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -23,15 +22,12 @@ def cluster():
             pytest.fail(why)
         pytest.skip(why)
     # Paths of sockets have at most 108 characters.
-    folder = Path(tempfile.mkdtemp(prefix="ckptman-slurm-", dir="/tmp"))
-    folder.chmod(0o755)  # munged wants everybody to get at its socket
-    made = Cluster(folder / "run")
+    made = Cluster(Path(tempfile.mkdtemp(prefix="ckptman-slurm-", dir="/tmp")))
     try:
         made.start()
         yield made
     finally:
         made.stop()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
