@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 REPEAT_SECONDS = 3.0
 """At a time limit a worker gets SIGTERM from Slurm, and again from torchrun, which got one too: that is one request."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_STAY_IGNORED = (signal.SIGHUP, signal.SIGINT)
+"""If ignored on entry. `nohup` and `&` ask for that; an ignored SIGTERM or SIGUSR2 is inherited from a `trap ''` in a
+batch script, which was meant for the shell, and would cost the run everything since its last save."""
 _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 
 
@@ -41,8 +44,8 @@ class SignalHandler:
     done without this block: it kills, raises KeyboardInterrupt, or calls the handler that was there before. One that
     comes sooner is the same request, because a launcher and what started it both pass a signal on.
 
-    An enclosing SignalHandler sees every signal too. What was ignored before (`nohup`) stays ignored, and so does what
-    a C library caught before Python started. A process forked inside the block gets the handlers that were there before
+    An enclosing SignalHandler sees every signal too. An ignored SIGHUP or SIGINT (`nohup`, `&`) stays ignored. A signal
+    that a C library caught before Python started is left to it. A process forked inside the block gets the handlers that were there before
     it: `multiprocessing.Pool.terminate()` would wait for ever for workers that only note their SIGTERM.
 
     Args:
@@ -100,7 +103,8 @@ class SignalHandler:
         with contextlib.ExitStack() as restore:
             for number in self.signals:
                 previous = signal.getsignal(number)
-                if previous in (signal.SIG_IGN, None) or number in self._previous:
+                stays_ignored = previous is signal.SIG_IGN and number in _STAY_IGNORED
+                if stays_ignored or previous is None or number in self._previous:
                     continue
                 # Noted before the handler is in place: the signal may come between the two lines.
                 self._previous[number] = previous
