@@ -1,11 +1,14 @@
 """What all tests begin with."""
 
+import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from ckptman.doctor.mount import NFS, family_of, find_mount, read_mounts
 from tests.helpers import forkserver
 from tests.helpers.leaks import Leaks
 
@@ -36,9 +39,21 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if problem := _unfit(config.option.basetemp or tempfile.gettempdir()):
+        raise pytest.UsageError(problem)
     forkserver.own()
     if config.option.write_seconds and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Seconds())
+
+
+def _unfit(temporary):
+    """Why the tests cannot run on this machine; None if they can."""
+    if not os.access("/dev/shm", os.W_OK):
+        return "/dev/shm is not writable, and data loaders with workers need it: mount a tmpfs there"
+    mount = find_mount(read_mounts(), str(temporary))
+    if mount is not None and family_of(mount) is NFS:
+        return f"{temporary} is on NFS, which keeps open files that were deleted: set TMPDIR to a local directory"
+    return None
 
 
 def pytest_unconfigure():
