@@ -179,8 +179,7 @@ def test_parameters_that_never_had_a_gradient_and_empty_groups(tmp_path):
     model, optimizer = fresh["model"], fresh["optimizer"]
     assert set(optimizer.state) == set(model.used.parameters())
     assert torch.equal(
-        optimizer.state[model.used.weight]["exp_avg"],
-        state["optimizer"].state[state["model"].used.weight]["exp_avg"],
+        optimizer.state[model.used.weight]["exp_avg"], state["optimizer"].state[state["model"].used.weight]["exp_avg"]
     )
 
 

@@ -319,10 +319,7 @@ def test_a_newer_format_is_never_passed_over(tmp_path):
     save_steps(tmp_path, 2)
     manifest = tmp_path / "step-0000000002" / "manifest.json"
     manifest.write_text(json.dumps({"format_version": 9, "something": "new"}))
-    with (
-        pytest.raises(ckptman.FormatVersionError, match="format version 9"),
-        open_run(tmp_path, App()) as checkpointer,
-    ):
+    with pytest.raises(ckptman.FormatVersionError, match="format version 9"), open_run(tmp_path, App()) as checkpointer:
         checkpointer.restore()
 
 

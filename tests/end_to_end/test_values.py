@@ -128,10 +128,7 @@ def test_a_tensor_in_a_dict_that_does_not_fit_is_told_before_anything_changes(tm
     with ckptman.Checkpointer(tmp_path, {"x": {"w": torch.ones(2), "b": torch.ones(2), "n": 1}}) as checkpointer:
         checkpointer.save(1)
     state = {"x": dict(fresh)}
-    with (
-        pytest.raises(ckptman.MismatchError, match=told),
-        ckptman.Checkpointer(tmp_path, state) as checkpointer,
-    ):
+    with pytest.raises(ckptman.MismatchError, match=told), ckptman.Checkpointer(tmp_path, state) as checkpointer:
         checkpointer.restore()
     assert all(state["x"][name] is value for name, value in fresh.items())
     assert not any(each.any() for each in fresh.values() if isinstance(each, torch.Tensor))

@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 
 from ckptman.errors import CorruptError
 from ckptman.format import coverage
-from ckptman.format.chunk_table import (
-    HEAD,
-    ChunkTable,
-    TensorRecord,
-    assemble,
-    item_bytes,
-    pack,
-    unpack,
-)
+from ckptman.format.chunk_table import HEAD, ChunkTable, TensorRecord, assemble, item_bytes, pack, unpack
 from ckptman.format.coverage import flaw_of
 
 Box = tuple[list[int], list[int]]
@@ -375,8 +367,7 @@ def test_a_payload_must_fit_unless_nobody_knows_where_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"start": -8}, {"start": 5}, {"start": 2**70}, {"count": 7}, {"count": -1}, {"axis": 2}, {"axis": -1}],
+    "change", [{"start": -8}, {"start": 5}, {"start": 2**70}, {"count": 7}, {"count": -1}, {"axis": 2}, {"axis": -1}]
 )
 def test_a_record_that_cannot_be(tmp_path, change):
     records, rows, files = saved(tmp_path / "chunks.bin")
