@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from tests.helpers.faulty_disk import Death, Fault, FaultyDisk, faults, holds, o
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process")
-State = dict[str, Any]
 
 
 def state(shift=0.0):
