@@ -1,10 +1,13 @@
-"""Ways in which a run could load or save something that is not what its name says, or stop saving."""
+"""What goes in comes out, and nothing is loaded or saved that is not what its name says."""
 
 import copy
 import errno
 import os
+import random
 import signal
+import threading
 import time
+from unittest import mock
 
 import numpy
 import pytest
@@ -17,6 +20,7 @@ from ckptman.catalog.catalog import Catalog
 from ckptman.format.paths import outcome_path
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.runtime.outcome import read_outcome
+from tests.dcp.test_values import save
 from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
@@ -27,6 +31,219 @@ def open_run(root, state, disk=DISK, **options):
     options.setdefault("timeout_seconds", 20)
     with saving_to(disk):
         return ckptman.Checkpointer(root, state, deadline=None, **options)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def round_trip(root, state, fresh):
+    with ckptman.Checkpointer(root, state, deadline=None) as checkpointer:
+        checkpointer.save(1)
+    with ckptman.Checkpointer(root, fresh, deadline=None) as checkpointer:
+        assert checkpointer.restore() == 1
+    return fresh
+
+
+def test_tensors_in_dicts_and_lists_are_filled_where_they_are(tmp_path):
+    """The model that they belong to trains on, and what is saved next is what it then has."""
+
+    def made():
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        bare, deep = torch.randn(3), nn.Parameter(torch.randn(2, 2))
+        state = {"model": model.state_dict(), "bare": bare, "ema": {"decay": 0.9, "all": [1, {"w": [deep]}]}}
+        return model, state, [*model.state_dict().values(), bare, deep]
+
+    _, saved, theirs = made()
+    model, state, mine = made()
+    held = [state["bare"], state["ema"]["all"][1]["w"][0], *state["model"].values()]
+    saved["ema"]["new"] = torch.arange(3)
+    round_trip(tmp_path, saved, state)
+    assert all(map(torch.equal, mine, theirs))
+    assert torch.equal(state["ema"]["new"], torch.arange(3))
+    found = [state["bare"], state["ema"]["all"][1]["w"][0], *state["model"].values()]
+    assert all(one is other for one, other in zip(found, held))
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        checkpointer.restore()
+        nn.init.constant_(model[0].weight, 7.0)
+        checkpointer.save(2)
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        checkpointer.restore(step=2)
+    assert (state["model"]["0.weight"] == 7.0).all()
+
+
+class Refusing:
+    """An object that does not like what it is given."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        raise ValueError("not this one")
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [(torch.zeros(3).expand(2, 3), r"a\.t is expanded: .*clone"), (torch.zeros(2, 3), "not this one")],
+)
+def test_what_cannot_be_filled_leaves_tensors_in_dicts_as_they_were(tmp_path, target, told):
+    state = {"a": {"t": target}, "z": Refusing()}
+    with pytest.raises(ckptman.CkptmanError, match=told):
+        round_trip(tmp_path, {"a": {"t": torch.ones(2, 3)}, "z": Refusing()}, state)
+    assert state["a"]["t"] is target
+    assert not target.any()
+
+
+def test_a_copy_of_a_parameter_that_is_the_parameter_itself_this_time(tmp_path):
+    """Two saved tensors do not fit into one; tied ones, which are the same, do."""
+    model = nn.Linear(2, 3)
+    best = {name: torch.zeros_like(each) for name, each in model.state_dict().items()}
+    with ckptman.Checkpointer(tmp_path, {"best": best, "model": model}) as checkpointer:
+        checkpointer.save(1)
+        best.update(model.state_dict())
+        checkpointer.save(2)
+    fresh = nn.Linear(2, 3)
+    before = fresh.weight.clone()
+    with ckptman.Checkpointer(tmp_path, {"best": fresh.state_dict(), "model": fresh}) as checkpointer:
+        with pytest.raises(ckptman.MismatchError, match=r"model\.weight: .* same memory as best\.weight.*clone"):
+            checkpointer.restore(step=1)
+        assert torch.equal(fresh.weight, before)
+        with pytest.raises(ckptman.MismatchError, match=r"same memory as best\.weight"):
+            ckptman.load({"best": fresh.state_dict(), "model": fresh}, tmp_path / "step-0000000001")
+        assert torch.equal(fresh.weight, before)
+        assert checkpointer.restore(step=2) == 2
+    assert torch.equal(fresh.weight, model.weight)
+
+
+class StalledDisk(Disk):
+    """Holds what the background thread flushes until it is let go."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+
+    def sync_file(self, fd):
+        if threading.current_thread().name.startswith("ckptman-save"):
+            self.gate.wait()
+        super().sync_file(fd)
+
+
+class Counting(nn.Module):
+    """Keeps more than parameters and buffers, and not always as much, as layers that scale their numbers do."""
+
+    def __init__(self, extra):
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize("way", ["restore", "ckptman.save", "dcp"])
+def test_what_a_module_keeps_besides_is_for_it_to_check(tmp_path, way):
+    saved = [torch.arange(5), {"scale": torch.ones(2), "history": [torch.zeros(3), 7], "n": 1}]
+    fresh = [torch.empty(0), None]
+    model, other = (nn.ModuleList(map(Counting, each)) for each in (saved, fresh))
+    if way == "restore":
+        round_trip(tmp_path, {"model": model}, {"model": other})
+    else:
+        save({"model": model.state_dict() if way == "dcp" else model}, tmp_path / "x", way)
+        ckptman.load({"model": other}, tmp_path / "x")
+    assert torch.equal(other[0].extra, torch.arange(5))
+    assert repr(other[1].extra) == repr(saved[1])
+
+
+def test_training_goes_on_while_the_private_copy_is_written(tmp_path):
+    app, disk = App(), StalledDisk()
+    with (
+        saving_to(disk),
+        ckptman.Checkpointer(tmp_path, app.state, save_policy=ckptman.AtStep(1), deadline=None) as checkpointer,
+    ):
+        app.train_step()
+        assert checkpointer.step(1) == "at step 1"
+        saved = app.digests()
+        for step in range(2, 6):
+            app.train_step()
+            checkpointer.step(step)
+        assert app.digests() != saved
+        assert not list(tmp_path.glob("step-??????????"))
+        disk.gate.set()
+        checkpointer.wait()
+    fresh = App(seed=5)
+    with ckptman.Checkpointer(tmp_path, fresh.state, deadline=None) as checkpointer:
+        assert checkpointer.restore(step=1) == 1
+        assert fresh.digests() == saved
+
+
+def draw():
+    return [random.random(), float(numpy.random.rand()), torch.rand(1).item()]
+
+
+def save_generators(root):
+    rank = dist.get_rank()
+    random.seed(rank)
+    numpy.random.seed(rank)
+    torch.manual_seed(rank)
+    draw()
+    with ckptman.Checkpointer(root, {"rng": ckptman.RNGState()}, deadline=None) as checkpointer:
+        checkpointer.save(1)
+        return draw()
+
+
+def restore_generators(root):
+    with ckptman.Checkpointer(root, {"rng": ckptman.RNGState()}, deadline=None) as checkpointer:
+        checkpointer.restore()
+        return draw()
+
+
+@pytest.mark.slow
+def test_each_rank_gets_its_own_generators_back_and_new_ranks_get_their_own(tmp_path):
+    expected = run_ranks(2, save_generators, str(tmp_path))
+    assert run_ranks(2, restore_generators, str(tmp_path)) == expected
+    larger = run_ranks(4, restore_generators, str(tmp_path))
+    assert larger[:2] == expected
+    for source in range(3):
+        assert len({draws[source] for draws in larger}) == 4
+    assert run_ranks(4, restore_generators, str(tmp_path)) == larger
+
+
+def save_hsdp(root):
+    app = App((2, 2), width=16384)
+    with ckptman.Checkpointer(root, app.state, deadline=None) as checkpointer:
+        app.train_step()
+        checkpointer.save(1)
+
+
+def test_replicas_write_each_shard_once_and_share_the_work(tmp_path):
+    run_ranks(4, save_hsdp, str(tmp_path))
+    manifest = Catalog(tmp_path).entry(1).require_manifest()
+    sizes = [manifest.files[f"__{rank}_0.distcp"].bytes for rank in range(4)]
+    parameters = 16384 * 5 + 16384 + 3 * 16384
+    assert sum(sizes) < 1.25 * parameters * 4 * 3
+    assert min(sizes) > 0.1 * sum(sizes)
+    assert (manifest.mesh.names, manifest.mesh.shape) == (("replicate", "shard"), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"save_policy": 5}, "save_policy is a policy"),
+        ({"retention": "all"}, "retention is a policy"),
+        ({"timeout_seconds": -1}, "timeout_seconds is a positive number"),
+        ({"state": {}}, "state is a dict"),
+        ({"root": ""}, "root is the path"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(tmp_path, arguments, message):
+    root = arguments.pop("root", tmp_path / "run")
+    state = arguments.pop("state", {"epoch": 1})
+    with pytest.raises(ckptman.ConfigError, match=message):
+        ckptman.Checkpointer(root, state, **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+# ---- saves, restores and the end of a run ----------------------------------------------------------------------------
 
 
 class Best:
@@ -43,18 +260,13 @@ class Best:
 
 
 def test_an_object_that_shares_tensors_with_the_model_gets_its_own_back(tmp_path):
-    model = nn.Linear(2, 2)
+    model, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
     nn.init.constant_(model.weight, 1.0)
-    best = Best(copy.deepcopy(model))
+    best, tracked = Best(copy.deepcopy(model)), Best(fresh)
     nn.init.constant_(model.weight, 2.0)
-    with open_run(tmp_path, {"best": best, "model": model}) as checkpointer:
-        checkpointer.save(1)
-    model = nn.Linear(2, 2)
-    best = Best(model)
-    with open_run(tmp_path, {"best": best, "model": model}) as checkpointer:
-        checkpointer.restore()
-    assert (model.weight == 2.0).all()
-    assert (best.weights["weight"] == 1.0).all()
+    round_trip(tmp_path, {"best": best, "model": model}, {"best": tracked, "model": fresh})
+    assert (fresh.weight == 2.0).all()
+    assert (tracked.weights["weight"] == 1.0).all()
 
 
 def test_going_back_and_leaving_does_not_save_the_old_state_under_a_new_name(tmp_path):
@@ -72,12 +284,8 @@ def test_going_back_and_leaving_does_not_save_the_old_state_under_a_new_name(tmp
 
 
 def test_an_object_that_was_empty_when_saved(tmp_path):
-    with open_run(tmp_path, {"callback": {}, "epoch": 1}) as checkpointer:
-        checkpointer.save(1)
-    state = {"callback": {"best": None}, "epoch": 0}
-    with open_run(tmp_path, state) as checkpointer:
-        assert checkpointer.restore() == 1
-    assert state == {"callback": {}, "epoch": 1}
+    fresh = round_trip(tmp_path, {"callback": {}, "epoch": 1}, {"callback": {"best": None}, "epoch": 0})
+    assert fresh == {"callback": {}, "epoch": 1}
 
 
 class Failing:
@@ -88,13 +296,8 @@ class Failing:
 
 
 def test_a_bug_in_a_state_dict_is_not_called_corruption(tmp_path):
-    with open_run(tmp_path, {"thing": {"a": 1}}) as checkpointer:
-        checkpointer.save(1)
-    with (
-        pytest.raises(ckptman.CkptmanError, match="a bug of the user's") as caught,
-        open_run(tmp_path, {"thing": Failing()}) as checkpointer,
-    ):
-        checkpointer.restore()
+    with pytest.raises(ckptman.CkptmanError, match="a bug of the user's") as caught:
+        round_trip(tmp_path, {"thing": {"a": 1}}, {"thing": Failing()})
     assert not isinstance(caught.value, ckptman.CorruptError)
 
 
@@ -156,53 +359,6 @@ def test_leftovers_of_killed_saves_make_room_for_the_next_attempt(tmp_path):
     assert [each.step for each in Catalog(tmp_path).complete()] == [1]
 
 
-def test_a_metric_that_is_no_number_does_not_cost_the_save(tmp_path):
-    metrics = {"loss": torch.tensor(0.5), "none": None, "text": "x", "many": torch.ones(2), "nan": float("nan")}
-    with (
-        pytest.warns(RuntimeWarning, match="left out") as warned,
-        pytest.warns(RuntimeWarning, match="not finite .*metric nan"),
-        open_run(tmp_path, {"epoch": 1}) as checkpointer,
-    ):
-        checkpointer.step(1, metrics)
-    assert len([each for each in warned if "left out" in str(each.message)]) == 3
-    found = Catalog(tmp_path).entry(1).require_manifest().metrics
-    assert sorted(found) == ["loss", "nan"]
-
-
-def test_a_start_from_elsewhere_is_for_the_first_attempt_only(tmp_path):
-    with open_run(tmp_path / "base", {"epoch": 7}) as checkpointer:
-        checkpointer.save(7)
-    state = {"epoch": 0}
-    for expected in (7, 8, 9):
-        with open_run(tmp_path / "run", state) as checkpointer:
-            assert checkpointer.restore(path=tmp_path / "base" / "step-0000000007") == expected
-            checkpointer.step(expected + 1)
-
-
-def test_forgetting_restore_is_told_before_good_checkpoints_are_buried(tmp_path):
-    with open_run(tmp_path, {"epoch": 1}) as checkpointer:
-        checkpointer.save(100)
-    with (
-        pytest.raises(ckptman.ConfigError, match=r"restore\(\) was not called"),
-        open_run(tmp_path, {"epoch": 0}, retention=ckptman.KeepLast(1)) as checkpointer,
-    ):
-        checkpointer.step(1)
-    assert [each.step for each in Catalog(tmp_path).complete()] == [100]
-
-
-def test_a_damaged_checkpoint_does_not_push_out_the_good_one(tmp_path):
-    with open_run(tmp_path, {"epoch": 1}) as checkpointer:
-        for step in (2, 3):
-            checkpointer.step(step)
-    index = tmp_path / "step-0000000003" / "index.json"
-    index.write_bytes(index.read_bytes()[:-1] + b"?")
-    with open_run(tmp_path, {"epoch": 1}, retention=ckptman.KeepLast(2)) as checkpointer:
-        with pytest.warns(RuntimeWarning, match="skipping the checkpoint"):
-            assert checkpointer.restore() == 2
-        checkpointer.step(5)
-    assert [each.step for each in Catalog(tmp_path).complete()] == [2, 3, 5]
-
-
 def test_a_loop_that_looks_at_the_signal_itself_is_run_again(tmp_path):
     with ckptman.SignalHandler() as signals:
         with open_run(tmp_path, {"epoch": 1}, signals=signals, save_policy=ckptman.OnStop()) as checkpointer:
@@ -211,7 +367,6 @@ def test_a_loop_that_looks_at_the_signal_itself_is_run_again(tmp_path):
             assert signals.requested
         assert checkpointer.exit_code == 75
     outcome = read_outcome(outcome_path(tmp_path))
-    assert outcome is not None
     assert (outcome.state, outcome.reason) == ("stopped", "SIGUSR2 on rank 0")
     assert [each.step for each in Catalog(tmp_path).complete()] == [1]
 
@@ -268,23 +423,10 @@ def test_a_run_says_which_attempt_it_is_where_it_came_from_and_what_is_durable(t
 
 
 def test_a_save_that_failed_is_not_the_last_saved(tmp_path):
-    disk = SometimesFull()
-    with open_run(tmp_path, {"weight": torch.zeros(3)}, disk, async_save=False) as checkpointer:
+    full = mock.patch.object(Disk, "sync_folder", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with open_run(tmp_path, {"weight": torch.zeros(3)}, async_save=False) as checkpointer:
         checkpointer.step(1)
-        disk.full = True
-        with pytest.raises(ckptman.CommitError):
+        with full, pytest.raises(ckptman.CommitError):
             checkpointer.step(2)
         assert checkpointer.last_saved == 1
-        disk.full = False
     assert checkpointer.last_saved == 2
-
-
-class SometimesFull(Disk):
-    """A disk that is full while it is told to be."""
-
-    full = False
-
-    def sync_folder(self, path):
-        if self.full:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        super().sync_folder(path)
