@@ -197,8 +197,6 @@ def test_flaws_are_found_exactly(seed):
         assemble(tensors, parts)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("by", [-1, 1])
 @pytest.mark.parametrize("part", ["offset", "size"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("by", [-1, 1])

@@ -14,7 +14,9 @@ from ckptman.cli.app import main
 from tests.golden.make import SHARDED, App, digest, tensors, text, values
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:B?Complex(Half|32) support is experimental", "ignore:torch.distributed is disabled"
+)
 
 ARCHIVE = Path(__file__).with_name("format-1.tar.xz")
 
