@@ -195,7 +195,6 @@ def without_collectives(path):
     return refused({f"x {dist.get_rank()}": 1}, path, use_collectives=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("save_on_ranks", "words"),
     [
