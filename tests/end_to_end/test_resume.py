@@ -4,12 +4,12 @@ And no run starts over what may be a checkpoint.
 """
 
 import contextlib
+import math
 import os
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import ckptman
 from ckptman.catalog.catalog import Catalog
@@ -19,6 +19,7 @@ from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import MANIFEST, step_folder
 from ckptman.io.durable_files import PRIVATE_ENV
 from ckptman.session import run_session as attempt
+from tests.dcp.test_values import save
 from tests.helpers.apps import App
 from tests.helpers.checkpoints import flip_byte
 from tests.helpers.ranks import run_ranks
@@ -43,9 +44,7 @@ def train(root, mesh, until, every=3, async_save=True):
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, mesh, async_save):
-    world = 1
-    for size in mesh:
-        world *= size
+    world = math.prod(mesh)
     whole = run_ranks(world, train, str(tmp_path / "whole"), mesh, 8, 100, async_save)
     first = run_ranks(world, train, str(tmp_path / "parts"), mesh, 4, 3, async_save)
     second = run_ranks(world, train, str(tmp_path / "parts"), mesh, 8, 3, async_save)
@@ -60,8 +59,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, mesh, async_save):
 def test_world_sizes_4_2_1_3_4_restore_bit_for_bit(tmp_path):
     root, until, ended = str(tmp_path / "run"), 0, None
     for mesh in [(2, 2), (1, 2), (1,), (3,), (4,)]:
-        world = mesh[0] * (mesh[1] if len(mesh) > 1 else 1)
-        until += 2
+        world, until = math.prod(mesh), until + 2
         results = run_ranks(world, train, root, mesh, until)
         assert [each["start"] for each in results] == [until - 2] * world
         if ended is not None:
@@ -93,8 +91,14 @@ def newer(root, step):
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint of step")
-@pytest.mark.parametrize(("damage", "error"), [(cut_short, ckptman.CorruptError), (newer, ckptman.FormatVersionError)])
-def test_a_run_with_a_path_starts_over_nothing_of_its_own(tmp_path, damage, error):
+@pytest.mark.parametrize(
+    ("damage", "error", "told"),
+    [
+        (cut_short, ckptman.CorruptError, "none of them is complete: step 1: .*Nothing is started over them"),
+        (newer, ckptman.FormatVersionError, "format version 2"),
+    ],
+)
+def test_a_run_with_a_path_starts_over_nothing_of_its_own(tmp_path, damage, error, told):
     root, base = tmp_path / "run", tmp_path / "base"
     ckptman.save({"x": {"w": torch.zeros(3)}}, base)
     path = {"path": base}
@@ -104,25 +108,17 @@ def test_a_run_with_a_path_starts_over_nothing_of_its_own(tmp_path, damage, erro
         damage(root, step)
     before = {each: each.read_bytes() for each in root.rglob("step-*/*")}
     for restore in (path, {}):
-        with pytest.raises(error):
+        with pytest.raises(error, match=told):
             one_step(root, restore, 2)
     with pytest.raises(ckptman.ConfigError, match=r"restore\(\) was not called"):
         one_step(root, None, 2)
     assert {each: each.read_bytes() for each in root.rglob("step-*/*")} == before
 
 
-def plain_dcp(folder):
-    dcp.save({"x": {"w": torch.ones(3)}}, checkpoint_id=folder, no_dist=True)
-
-
-def of_ours(folder):
-    ckptman.save({"x": {"w": torch.ones(3)}}, folder)
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("save", [plain_dcp, of_ours])
-def test_a_root_with_checkpoints_under_other_names_is_no_fresh_one(tmp_path, save):
-    save(tmp_path / "step-500")
+@pytest.mark.parametrize("writer", ["dcp", "ckptman.save"])
+def test_a_root_with_checkpoints_under_other_names_is_no_fresh_one(tmp_path, writer):
+    save({"x": {"w": torch.ones(3)}}, tmp_path / "step-500", writer)
     with pytest.raises(ckptman.ConfigError, match=r"step-500 is a checkpoint itself .*restore\(path='.*step-500'\)"):
         one_step(tmp_path, {})
     assert one_step(tmp_path, {"path": tmp_path / "step-500"}) == 0
@@ -131,9 +127,9 @@ def test_a_root_with_checkpoints_under_other_names_is_no_fresh_one(tmp_path, sav
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("save", [plain_dcp, of_ours])
-def test_a_root_that_is_a_checkpoint_itself_is_left_as_it_is(tmp_path, save):
-    save(tmp_path / "x")
+@pytest.mark.parametrize("writer", ["dcp", "ckptman.save"])
+def test_a_root_that_is_a_checkpoint_itself_is_left_as_it_is(tmp_path, writer):
+    save({"x": {"w": torch.ones(3)}}, tmp_path / "x", writer)
     before = sorted((tmp_path / "x").iterdir())
     for restore in ({}, {"path": tmp_path / "x"}, None):
         with pytest.raises(ckptman.ConfigError, match="but it is a checkpoint itself"):

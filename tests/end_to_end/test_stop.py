@@ -64,13 +64,11 @@ def test_all_ranks_stop_at_the_same_step_and_the_run_goes_on_exactly(tmp_path):
     assert reason == "stop asked: SIGTERM on rank 1"
     assert [each["exit_code"] for each in first] == [75, 75]
     outcome = read_outcome(outcome_path(root))
-    assert outcome is not None
     assert (outcome.state, outcome.step, outcome.exit_code) == ("stopped", step, 75)
     second = run_ranks(2, run, str(root), "never", 9)
     for rank in range(2):
         assert first[rank]["losses"] | second[rank]["losses"] == whole[rank]["losses"]
     outcome = read_outcome(outcome_path(root))
-    assert outcome is not None
     assert (outcome.state, outcome.exit_code, outcome.attempt) == ("finished", 0, 2)
     events = [event["event"] for event in read_journal(journal_path(root))[0]]
     assert events.count("attempt_started") == 2
@@ -80,7 +78,6 @@ def test_all_ranks_stop_at_the_same_step_and_the_run_goes_on_exactly(tmp_path):
 def test_a_signal_during_start_up_leaves_at_once_with_75(tmp_path):
     assert run_ranks(2, run, str(tmp_path), "before", 3) == [{"left": 75, "exit_code": 75}] * 2
     outcome = read_outcome(outcome_path(tmp_path))
-    assert outcome is not None
     assert outcome.state == "stopped"
     assert not list(tmp_path.glob("step-*"))
 
@@ -138,7 +135,6 @@ def test_an_exception_in_the_loop_leaves_what_was_saved_and_says_so(tmp_path):
         checkpointer.step(1)
         raise ValueError("bad batch")
     outcome = read_outcome(outcome_path(tmp_path))
-    assert outcome is not None
     assert (outcome.state, outcome.exit_code, outcome.reason) == ("failed", 1, "ValueError: bad batch")
     with Checkpointer(tmp_path, App().state, deadline=None) as again:
         assert again.restore() == 1

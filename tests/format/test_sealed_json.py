@@ -48,13 +48,10 @@ def test_a_pin_that_has_changed_pins(tmp_path):
     folder = commit(tmp_path, 10).path
     pin(folder, "Table 2", by="me", time_seconds=1.0, disk=DISK)
     change(folder / PINNED, b"Table 2", b"Table 3")
-    found = read_pin(folder)
-    assert found is not None
-    assert "cannot be read" in found.why
+    assert "cannot be read" in read_pin(folder).why
     change(folder / PINNED, b"Table 3", b"Table 2")
     without_digest(folder / PINNED)
-    assert (found := read_pin(folder)) is not None
-    assert found.why == "Table 2"
+    assert read_pin(folder).why == "Table 2"
 
 
 def test_a_note_that_has_changed_says_nothing(tmp_path):
@@ -65,8 +62,7 @@ def test_a_note_that_has_changed_says_nothing(tmp_path):
         assert read_verified(entry.path, entry.require_manifest()) is None
     change(entry.path / VERIFIED, b"block 6", b"block 7")
     without_digest(entry.path / VERIFIED)
-    assert (found := read_verified(entry.path, entry.require_manifest())) is not None
-    assert found.damaged == "block 7"
+    assert read_verified(entry.path, entry.require_manifest()).damaged == "block 7"
 
 
 def test_a_rollback_that_has_changed_is_an_error(tmp_path):

@@ -41,13 +41,10 @@ class Cuda:
         self._later(self._sets, lambda: self.state.copy_(state))
 
     def _later(self, queue, call):
-        def run():
-            call()
-
         if self.initialized:
-            run()
+            call()
         else:
-            queue.append(run)
+            queue.append(call)
 
 
 class Mps:
@@ -124,13 +121,12 @@ def test_a_device_that_needs_no_initialisation(pretend):
     assert device.state.tolist() == [3] * 4
 
 
-def test_what_a_device_has_drawn_is_no_matter_where_there_is_none(pretend):
+def test_what_a_device_has_drawn_is_no_matter_where_there_is_none(pretend, monkeypatch):
     device = Cuda()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-        patch.setattr(torch, "get_device_module", lambda which=None: device)
-        device.init()
-        saved = RNGState().state_dict()
+    pretend(device)
+    device.init()
+    saved = RNGState().state_dict()
+    monkeypatch.undo()
     assert "device" in names(saved)
     expected = torch.rand(3)
     RNGState().load_state_dict(saved)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import math
 import os
 import random
 import re
@@ -13,6 +14,7 @@ import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -104,9 +106,7 @@ def assert_same(found, wanted):
 
 
 def outcome_of(root):
-    found = read_outcome(outcome_path(root))
-    assert found is not None
-    return found
+    return read_outcome(outcome_path(root))
 
 
 @pytest.mark.parametrize("hidden", [False, True])
@@ -209,8 +209,8 @@ def test_large_tensors_of_other_objects_are_noticed_when_they_change(tmp_path):
 class Slow:
     """Each call of `state_dict` takes a given time of the CPU, by a clock that the test moves."""
 
-    def __init__(self, seconds, monkeypatch):
-        self.seconds, self.now, self.asked = seconds, 0.0, 0
+    def __init__(self, monkeypatch):
+        self.seconds, self.now, self.asked = 0.0, 0.0, 0
         monkeypatch.setattr(step_record, "time", SimpleNamespace(thread_time=lambda: self.now))
 
     def state_dict(self):
@@ -222,29 +222,22 @@ class Slow:
         raise AssertionError
 
 
-def test_an_object_that_is_slow_to_tell_its_state_is_not_asked_at_each_step(monkeypatch):
-    slow = Slow(0.05, monkeypatch)
+@pytest.mark.parametrize(
+    ("spent", "step_seconds", "is_slow"),
+    [([0.05] * 3, 0.1, True), ([0.01] * 9 + [0.0] + [0.01] * 9, 0.01, False)],
+    ids=["slow", "on a machine that is busy for a moment"],
+)
+def test_an_object_that_is_slow_to_tell_its_state_is_not_asked_at_each_step(monkeypatch, spent, step_seconds, is_slow):
+    slow = Slow(monkeypatch)
     recorder = StepRecorder({"slow": slow}, OptimizerHooks({"slow": slow}))
-    for _ in range(3):
+    for slow.seconds in spent:
         assert not recorder.too_slow
-        recorder.record(0.1)
-    assert recorder.too_slow == "slow"
-    recorder.given_up = True
-    assert "too long" in recorder.changed(recorder.record(0.1))
-    assert slow.asked == 3
-
-
-def test_a_machine_that_is_busy_for_a_moment_is_not_taken_for_a_slow_object(monkeypatch):
-    slow = Slow(0.01, monkeypatch)
-    recorder = StepRecorder({"slow": slow}, OptimizerHooks({"slow": slow}))
-    for _ in range(9):
-        recorder.record(0.01)
-    slow.seconds = 0.0
-    recorder.record(0.01)
-    slow.seconds = 0.01
-    for _ in range(9):
-        recorder.record(0.01)
-    assert not recorder.too_slow
+        recorder.record(step_seconds)
+    assert recorder.too_slow == ("slow" if is_slow else "")
+    if is_slow:
+        recorder.given_up = True
+        assert "too long" in recorder.changed(recorder.record(step_seconds))
+        assert slow.asked == len(spent)
 
 
 def test_waiting_for_a_turn_is_nothing_that_an_object_does():
@@ -491,33 +484,17 @@ def test_interrupts_that_are_caught_leave_a_run_that_goes_on(tmp_path):
     assert [each.name for each in tmp_path.glob("step-*")] == ["step-0000000120"]
 
 
-def _fused(trainer):
-    trainer.optimizer.step()
+CHANGES = {
+    "a step of a fused optimizer": lambda trainer: trainer.optimizer.step(),
+    "a cast": lambda trainer: trainer.model.half().float(),
+    "one layer more": lambda trainer: trainer.model.append(nn.Linear(70, 2)),
+    "one group more": lambda trainer: trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
+    "state that is loaded": lambda trainer: trainer.optimizer.load_state_dict(trainer.optimizer.state_dict()),
+    "state that is cleared": lambda trainer: trainer.optimizer.state.clear(),
+}
 
 
-def _halved(trainer):
-    trainer.model.half().float()
-
-
-def _one_layer_more(trainer):
-    trainer.model.append(nn.Linear(70, 2))
-
-
-def _one_group_more(trainer):
-    trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-
-
-def _optimizer_loaded(trainer):
-    trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
-
-
-def _optimizer_cleared(trainer):
-    trainer.optimizer.state.clear()
-
-
-@pytest.mark.parametrize(
-    "change", [_fused, _halved, _one_layer_more, _one_group_more, _optimizer_loaded, _optimizer_cleared]
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_torch_does_not_count_is_noticed_too(tmp_path, change):
     trainer, loader = Trainer(), Loader()
     trainer.model = nn.Sequential(nn.Linear(3, 70), nn.Linear(70, 70))  # no buffers, which would tell
@@ -529,7 +506,7 @@ def test_what_torch_does_not_count_is_noticed_too(tmp_path, change):
         for step in (1, 2):
             trainer.train(next(iter(loader)))
             checkpointer.step(step)
-        change(trainer)
+        CHANGES[change](trainer)
     assert not list(tmp_path.glob("step-*"))
 
 
@@ -545,15 +522,19 @@ def test_a_fused_optimizer_inside_of_another_object_is_noticed(tmp_path):
         trainer.optimizer.step()
 
 
-def test_metrics_are_those_of_their_step(tmp_path):
+def test_metrics_are_those_of_their_step_and_only_numbers_are_kept(tmp_path):
     loss = torch.tensor(2.0)
+    others = {"none": None, "text": "x", "many": torch.ones(2), "iterator": (each for each in ())}
     with (
-        pytest.warns(RuntimeWarning, match="the metric 'odd' is not a number"),
+        pytest.warns(RuntimeWarning, match="is not a number and is left out") as warned,
+        pytest.warns(RuntimeWarning, match="not finite .*metric nan"),
         Checkpointer(tmp_path, {"n": {"x": 1}}, save_policy=NEVER) as checkpointer,
     ):
-        checkpointer.step(1, metrics={"loss": loss, "odd": (each for each in ())})
+        checkpointer.step(1, metrics={"loss": loss, "nan": math.nan, **others})
         loss.zero_()
-    assert read_manifest(tmp_path / "step-0000000001").metrics == {"loss": 2.0}
+    assert len([each for each in warned if "left out" in str(each.message)]) == len(others)
+    metrics = read_manifest(tmp_path / "step-0000000001").metrics
+    assert (sorted(metrics), metrics["loss"]) == (["loss", "nan"], 2.0)
 
 
 def _one_rank_asks_for_another_attempt(root):
@@ -570,14 +551,9 @@ def test_any_rank_may_ask_for_another_attempt(tmp_path):
 
 def _other_calls(root):
     run = Checkpointer(root, {"n": {"x": 1}}, save_policy=NEVER, watchdog=None, timeout_seconds=30)
-    try:
-        if dist.get_rank() == 0:
-            run.restore()
-        else:
-            run.step(1)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    with pytest.raises(ConfigError) as caught:
+        run.step(1) if dist.get_rank() else run.restore()
+    return str(caught.value)
 
 
 def test_ranks_that_call_other_methods_are_told(tmp_path):
@@ -585,22 +561,12 @@ def test_ranks_that_call_other_methods_are_told(tmp_path):
         assert re.search(r"rank 0 is in restore\(\) and rank 1 in step\(\) or save\(\)", told)
 
 
-def test_a_constructor_that_fails_leaves_the_root_free(tmp_path, monkeypatch):
-    for error in (KeyboardInterrupt(), AttributeError("x")):
-        with monkeypatch.context() as patched:
-            patched.setattr(StepRecorder, "__init__", _raising(error))
-            with pytest.raises(type(error)):
-                Checkpointer(tmp_path, {"n": {"x": 1}}, save_policy=NEVER)
-        assert read_owner(tmp_path) is None
-    with Checkpointer(tmp_path, {"n": {"x": 1}}, save_policy=NEVER) as checkpointer:
-        checkpointer.step(1)
-
-
-def _raising(error):
-    def fail(*_):
-        raise error
-
-    return fail
+@pytest.mark.parametrize("error", [KeyboardInterrupt, AttributeError])
+def test_a_constructor_that_fails_leaves_the_root_free(tmp_path, error):
+    with mock.patch.object(StepRecorder, "__init__", side_effect=error), pytest.raises(error):
+        Checkpointer(tmp_path, {"n": {"x": 1}}, save_policy=NEVER)
+    assert read_owner(tmp_path) is None
+    Checkpointer(tmp_path, {"n": {"x": 1}}, save_policy=NEVER).close()
 
 
 @pytest.mark.parametrize("name", ["optimizer", "schedule"])
@@ -634,15 +600,14 @@ def test_containers_are_filled_where_they_are(tmp_path):
     assert state["a"]["deep"] is held[0]
 
 
-def test_what_no_load_fills_is_refused_before_it_is_saved(tmp_path):
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [({"x": torch.zeros(1).expand(4)}, r"t\.x is expanded"), ((torch.zeros(1),), r"t\.0 is a tensor in a tuple")],
+)
+def test_what_no_load_fills_is_refused_before_it_is_saved(tmp_path, value, told):
     with (
-        pytest.raises(ConfigError, match=r"t\.x is expanded"),
-        Checkpointer(tmp_path, {"t": {"x": torch.zeros(1).expand(4)}}, save_policy=NEVER) as checkpointer,
-    ):
-        checkpointer.step(1)
-    with (
-        pytest.raises(ConfigError, match=r"t\.0 is a tensor in a tuple"),
-        Checkpointer(tmp_path, {"t": (torch.zeros(1),)}, save_policy=NEVER) as checkpointer,
+        pytest.raises(ConfigError, match=told),
+        Checkpointer(tmp_path, {"t": value}, save_policy=NEVER) as checkpointer,
     ):
         checkpointer.step(1)
 
