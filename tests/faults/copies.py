@@ -20,11 +20,13 @@ from unittest import mock
 import ckptman
 from ckptman.catalog.tiers import read_tiers, write_tiers
 from ckptman.cli.app import main
+from ckptman.format.paths import step_folder
 from ckptman.transfer import drain
 from ckptman.transfer.copy import CopyOptions
 from tests.faults.crash import goes_on_as_a_run, loaded
 from tests.faults.deaths import die_everywhere, impatient
 from tests.faults.subject import blank, content, open_run, save_versions, version_of
+from tests.helpers.checkpoints import note_in
 from tests.helpers.faulty_disk import holds
 
 ROOT, NEAR, FAR = "root", "near", "far"
@@ -76,6 +78,9 @@ class Copying:
         wanted = [new] if told else [old, new]
         if held is None or not tally.check(held in wanted, "lost", f"{held} is there, not one of {wanted}"):
             return
+        if held == new:
+            note = note_in(world / NEAR / step_folder(2))
+            tally.check(note and note.every_byte, "other", "the copy counts and is not proved")
         try:
             with _strict():
                 self._copy(world)
@@ -172,12 +177,8 @@ class Draining:
         except Exception as error:
             tally.fail("other", f"it does not go on: {type(error).__name__}: {error}")
             return False
-        newest = [f"step-{steps[-1]:010d}"]
-        wanted = {
-            ROOT: newest,
-            NEAR: [f"step-{step:010d}" for step in steps],
-            FAR: newest if self.way != "copy" else [],
-        }
+        newest = [step_folder(steps[-1])]
+        wanted = {ROOT: newest, NEAR: [*map(step_folder, steps)], FAR: newest if self.way != "copy" else []}
         found = {name: _names(world / name) for name in wanted}
         if not tally.check(found == wanted, "lost", f"in the end there is {found}"):
             return False

@@ -1,4 +1,5 @@
-"""Real `kill -9`s at random moments: of ranks that save, and of a process that commits and prunes without pause.
+"""Real `kill -9`s at random moments: of ranks that save, of a process that commits and prunes without pause, and of one
+that copies.
 
 Afterwards the newest checkpoint that was told durable is there, every byte is right, what was pruned stays away, and
 the next start of the same ranks restores it, bit for bit, and saves again.
@@ -6,9 +7,11 @@ the next start of the same ranks restores it, bit for bit, and saves again.
 
 import os
 import random
+import signal
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from pathlib import Path
 
@@ -17,13 +20,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptman
+from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
+from ckptman.catalog.prune import execute, plan_prune
+from ckptman.catalog.writer_lock import claim
+from ckptman.format.paths import run_folder, step_folder
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint
+from tests.faults.limits import limit
 from tests.faults.mutants import apply
 from tests.faults.subject import blank, bytes_of, content, open_run, version_of
-from tests.helpers.faulty_disk import holds
+from tests.helpers.checkpoints import commit, note_in
+from tests.helpers.faulty_disk import holds, save
 from tests.helpers.ranks import RankError, say, start_ranks
-from tests.saving import test_commit_kill as test_store_kill
-from tests.transfer import test_copy_faults
 
 KEPT = 2
 WAYS = {"sync": {"async_save": False}, "async": {}}
@@ -36,23 +44,117 @@ def run(tally):
         for world_size, kills in ((2, 220), (4, 80)):
             kill_ranks(tally, Path(folder, f"ranks-{world_size}"), world_size, tally.count(kills))
         # Enough for some to be pruned.
-        kill_one(tally, "commit and prune", test_store_kill.kill_again_and_again, Path(folder, "root"), 100, least=10)
-        Path(folder, "copies").mkdir()
-        kill_one(tally, "copy", test_copy_faults.kill_again_and_again, Path(folder, "copies"), 60, least=2)
+        kill_process(tally, "commit and prune", Committing(Path(folder, "root")), tally.count(100, least=10))
+        kill_process(tally, "copy", Copying(Path(folder, "copies")), tally.count(60, least=2))
 
 
-def kill_one(tally, part, campaign, folder, number, least):
-    """A campaign of another test, which kills one process again and again and looks at what is left each time."""
-    kills = tally.count(number, least)
-    with tally.fault(f"{kills} kills of one process: {part}", part):
-        tally.injected += kills - 1
-        tally.parts[part] += kills - 1
+# ---- one process -------------------------------------------------------------------------------------------------
+
+
+def kill_process(tally, part, victim, kills):
+    """Kill a process that works without end at random moments, and look at what it leaves each time."""
+    for number in range(kills):
+        with tally.fault(f"kill {number} of one process: {part}", part), limit(START_SECONDS):
+            told = _told_until_killed(victim, tally.dice)
+            if victim.judge(tally, told):
+                tally.survive()
+    with tally.fault(f"after {kills} kills of one process: {part}", part), limit(START_SECONDS):
+        tally.injected, tally.parts[part] = tally.injected - 1, tally.parts[part] - 1
+        victim.finish(tally, kills)
+
+
+def _told_until_killed(victim, dice):
+    """The numbers that a victim tells until it is killed, one of them at least."""
+    ours, theirs = os.pipe()
+    seed, pid = dice.randrange(2**32), os.fork()
+    if not pid:
+        os.fsync = lambda fd: None  # a kill is no power cut, and more happens in the same time
         try:
-            campaign(folder, kills, tally.dice.randrange(2**32))
-        except AssertionError as error:
-            tally.fail("lost", str(error))
-        else:
-            tally.harmless += kills
+            victim.work(seed, lambda number: os.write(theirs, b"%d\n" % number))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    with os.fdopen(ours) as told:
+        try:
+            lines = [told.readline()]  # it took over what the dead one before it had claimed, and is at work
+            time.sleep(dice.uniform(0, 0.1))
+        finally:
+            os.kill(pid, dice.choice(victim.signals))
+            _, status = os.waitpid(pid, 0)
+        lines += told.readlines()
+    assert os.WIFSIGNALED(status), "it ended by itself"
+    return [int(line) for line in lines]
+
+
+class Committing:
+    """Claims, commits, tells, prunes, again and again; now and then an earlier step, or the same step once more."""
+
+    signals = (signal.SIGKILL,)
+
+    def __init__(self, root):
+        self.root, self._told, self._gone = root, 0, set()
+
+    def work(self, seed, tell):
+        dice = random.Random(seed)
+        LocalBackend(self.root).make()
+        held = claim(self.root, "run", None)
+        step = max((entry.step for entry in Catalog(self.root).complete()), default=0)
+        while True:
+            step = max(0, step + dice.choice([1, 1, 1, 0, 0, -1]))
+            held.check()
+            tell(save(self.root, step, os.urandom(dice.choice([0, 100, 100_000])), tag=held.next_tag()).sequence)
+            execute(self.root, plan_prune(self.root, ckptman.KeepLast(KEPT)), held.next_tag())
+
+    def judge(self, tally, told):
+        self._told = max(self._told, *told)
+        there = {sequence for sequence, _ in holds(self.root).values()}
+        good = tally.check(max(there) >= self._told, "lost", f"sequence {self._told} was committed and is gone")
+        good &= tally.check(there.isdisjoint(self._gone), "lost", "what was pruned came back")
+        self._gone = set(range(max(there))) - there
+        return good
+
+    def finish(self, tally, kills):
+        execute(self.root, plan_prune(self.root, ckptman.KeepLast(KEPT)), "0123abcd-1")
+        names, steps = {path.name for path in self.root.iterdir()}, holds(self.root)
+        tally.check(names == {".ckptman", *map(step_folder, steps)}, "other", f"in the end there are {names}")
+        tally.check(len(steps) == KEPT, "other", f"in the end there are steps {list(steps)}")
+        notes = [path.name for path in run_folder(self.root).iterdir()]
+        tally.check(notes == [f"owner-{kills:06d}.json"], "other", f"in the end there are notes {notes}")
+
+
+class Copying:
+    """Copies three checkpoints, tells, deletes them, again and again. What counts is whole and proved each time."""
+
+    signals = (signal.SIGKILL, signal.SIGTERM)
+
+    def __init__(self, folder):
+        self.source, self.root = folder / "source", folder / "root"
+        for step in (100, 200, 300):
+            commit(self.source, step, rows=60_000, ranks=3)
+        LocalBackend(self.root).make()
+
+    def work(self, seed, tell):
+        while True:
+            for entry in Catalog(self.source).complete():
+                tell(copy_checkpoint(entry, LocalBackend(self.root), CopyOptions(threads=2)).step)
+            for entry in Catalog(self.root).complete():
+                LocalBackend(self.root).remove(entry.path, entry.path.name, os.urandom(4).hex())
+
+    def judge(self, tally, told):
+        notes = [note_in(self.root / step_folder(step)) for step in holds(self.root)]
+        return tally.check(all(note and note.every_byte for note in notes), "other", "a copy counts and is not proved")
+
+    def finish(self, tally, kills):
+        for entry in Catalog(self.source).complete():
+            copy_checkpoint(entry, LocalBackend(self.root))
+        tally.check(holds(self.root) == holds(self.source), "lost", f"in the end there is {holds(self.root)}")
+        left = [parsed for _, parsed in Catalog(self.root).leftovers() if parsed.kind == "tmp"]
+        tally.check(not left, "other", f"in the end there are {left}")
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------------
 
 
 def kill_ranks(tally, folder, world_size, kills):
@@ -65,7 +167,7 @@ def kill_ranks(tally, folder, world_size, kills):
         first = tally.dice.sample(range(world_size), tally.dice.randint(1, world_size))
         with tally.fault(f"kill {number} of {world_size} ranks, {way}, ranks {first} first", f"{world_size} ranks"):
             try:
-                _one_kill(tally.dice, root, world_size, way, seed, first, tally.mutant)
+                one_kill(tally.dice, world_size, first, 0.25, churn, str(root), way, seed, tally.mutant)
             except RankError as error:
                 tally.fail("hang" if "in time" in str(error) else "other", str(error)[-700:])
                 continue
@@ -73,12 +175,13 @@ def kill_ranks(tally, folder, world_size, kills):
                 tally.survive()
 
 
-def _one_kill(dice, root, world_size, way, seed, first, mutant):
-    with start_ranks(world_size, churn, str(root), way, seed, mutant, limit=START_SECONDS) as ranks:
+def one_kill(dice, world_size, first, longest_seconds, work, *arguments):
+    """Kill the ranks in `first` at a random moment after all have told that they have restored; soon after the others."""
+    with start_ranks(world_size, work, *arguments, limit=START_SECONDS) as ranks:
         for rank in range(world_size):
             ranks.await_message(rank, "restored")
         # A kill at any moment is the point: here time itself is what is drawn.
-        time.sleep(dice.uniform(0, 0.25))
+        time.sleep(dice.uniform(0, longest_seconds))
         for rank in first:
             ranks.kill(rank)
         time.sleep(dice.choice([0, 0, 0.02, 0.3]))
