@@ -181,7 +181,9 @@ def pinner(field):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kills", [15, pytest.param(1000, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)])], ids=["short", "campaign"]
+    "kills",
+    [15, pytest.param(1000, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)])],
+    ids=["short", "campaign"],
 )
 def test_everybody_at_once(tmp_path, kills):
     seed = random.SystemRandom().randrange(2**32)

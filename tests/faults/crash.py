@@ -97,7 +97,9 @@ def goes_on(tally, root):
     good = tally.check(saved.sequence == newest + 1, "other", f"sequence {saved.sequence} came after {newest}")
     good &= tally.check(400 in steps and len(steps) <= 2, "other", f"the next prune left {steps}")
     left = sorted(_left(root))
-    return good & tally.check(left == sorted(map(step_folder, steps)), "other", f"after the next prune there are {left}")
+    return good & tally.check(
+        left == sorted(map(step_folder, steps)), "other", f"after the next prune there are {left}"
+    )
 
 
 def _three(root):

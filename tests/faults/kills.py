@@ -24,14 +24,16 @@ from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.writer_lock import claim
-from ckptman.format.paths import run_folder, step_folder
+from ckptman.format.paths import journal_path, run_folder, step_folder
+from ckptman.runtime.journal import read_journal
 from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from tests.faults.limits import limit
 from tests.faults.mutants import apply
 from tests.faults.subject import blank, bytes_of, content, open_run, version_of
+from tests.helpers.apps import App
 from tests.helpers.checkpoints import commit, note_in
 from tests.helpers.faulty_disk import holds, save
-from tests.helpers.ranks import RankError, say, start_ranks
+from tests.helpers.ranks import RankError, run_ranks, say, start_ranks
 
 KEPT = 2
 WAYS = {"sync": {"async_save": False}, "async": {}}
@@ -41,8 +43,9 @@ START_SECONDS = 60.0
 def run(tally):
     """300 kills of two or four ranks, 100 of a process that only commits and prunes, 60 of one that copies."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        for world_size, kills in ((2, 220), (4, 80)):
+        for world_size, kills in ((2, 170), (4, 80)):
             kill_ranks(tally, Path(folder, f"ranks-{world_size}"), world_size, tally.count(kills))
+        kill_training(tally, Path(folder, "training"), tally.count(50, least=2))
         # Enough for some to be pruned.
         kill_process(tally, "commit and prune", Committing(Path(folder, "root")), tally.count(100, least=10))
         kill_process(tally, "copy", Copying(Path(folder, "copies")), tally.count(60, least=2))
@@ -176,7 +179,7 @@ def kill_ranks(tally, folder, world_size, kills):
 
 
 def one_kill(dice, world_size, first, longest_seconds, work, *arguments):
-    """Kill the ranks in `first` at a random moment after all have told that they have restored; soon after the others."""
+    """Kill the ranks in `first` at a random moment after all ranks have restored, and the others soon after."""
     with start_ranks(world_size, work, *arguments, limit=START_SECONDS) as ranks:
         for rank in range(world_size):
             ranks.await_message(rank, "restored")
@@ -213,6 +216,49 @@ def churn(root, way, seed, mutant):
                         os.write(told, f"{step}\n".encode())
             except ckptman.CkptmanError:  # others were killed first
                 threading.Event().wait()
+
+
+def kill_training(tally, folder, kills):
+    """Kill two ranks that train a sharded model: losses and state are in the end those of a run that nobody killed."""
+    killed, whole, mesh = folder / "killed", folder / "whole", (2,)
+    folder.mkdir()
+    for number in range(kills):
+        with tally.fault(f"kill {number} of training", "training"):
+            one_kill(
+                tally.dice, 2, [0, 1][: tally.dice.randint(1, 2)], 0.8, train, killed, mesh, 10**6, 1, tally.mutant
+            )
+            events, _ = read_journal(journal_path(killed))
+            durable = max((event["step"] for event in events if event["event"] == "save_durable"), default=0)
+            if tally.check(_newest(killed) >= durable, "lost", f"step {durable} was durable"):
+                tally.survive()
+    until = _newest(killed) + 3
+    found = run_ranks(2, train, killed, mesh, until, 1, tally.mutant, fresh=True)
+    wanted = run_ranks(2, train, whole, mesh, until, 10**6, tally.mutant, fresh=True)
+    tally.check(found == wanted, "wrong", f"after {kills} kills training came to another end at step {until}")
+
+
+def train(root, mesh, until, every, mutant):
+    """One rank: train to a step, and note each loss. Returns all losses, which may not have changed, and digests."""
+    apply(mutant)
+    app, losses, log = App(mesh), {}, Path(f"{root}-losses-{dist.get_rank()}")
+    with open_run(root, app.state, save_policy=ckptman.EverySteps(every), retention=ckptman.KeepLast(KEPT)) as run:
+        start = run.restore()
+        say("restored")
+        for step in range(start + 1, until + 1):
+            loss = app.train_step()
+            with log.open("ab", buffering=0) as file:
+                file.write(f"{step} {loss!r}\n".encode())
+            run.step(step)
+    for line in log.read_text().splitlines():
+        step, loss = line.split()
+        assert losses.setdefault(step, loss) == loss, (
+            f"step {step} was {losses[step]}, and when it was done again {loss}"
+        )
+    return losses, app.digests()
+
+
+def _newest(root):
+    return max((entry.step for entry in Catalog(root).complete()), default=0) if root.exists() else 0
 
 
 def sharded(state):
