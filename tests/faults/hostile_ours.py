@@ -204,6 +204,7 @@ def _links_within(root):
 
 def _half_outside(root):
     (outside() / "outcome.json.tmp-1-0123abcd").symlink_to("precious")
+    (outside() / "lease-0a1b2c3d.json").symlink_to("nowhere")  # which counts as one that is over
     (root / ".ckptman").symlink_to(outside())
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.errors import RootError
+from ckptman.format.paths import step_folder
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from tests.faults.crash import STORES, Store, goes_on, held
@@ -25,7 +26,7 @@ from tests.faults.disks import CASE_SECONDS, WAYS, fail_and_go_on, judge_save
 from tests.faults.limits import Ended, in_child, limit
 from tests.faults.reads import READS, judge_read
 from tests.faults.subject import save_versions
-from tests.helpers.checkpoints import commit
+from tests.helpers.checkpoints import commit, note_in
 from tests.helpers.faulty_disk import WHEN, Fault, FaultyDisk, faults
 
 OPERATIONS = 18
@@ -138,6 +139,9 @@ def errors_in_a_copy(tally, folder):
             except RootError as error:
                 tally.refuse(error)
             tally.check(held(root) in scene.states, "lost", f"{held(root)} instead of one of {scene.states}")
+            if 200 in held(root):
+                proof = note_in(root / step_folder(200))
+                tally.check(proof and proof.every_byte, "other", "the copy counts and is not proved")
             copy(root, DISK)
             tally.check(held(root) == scene.states[-1], "lost", f"copied again, {held(root)} is there")
         shutil.rmtree(root.parent)
