@@ -185,7 +185,7 @@ def _restore(root, target):
             run.restore(path=target)
     finally:
         shutil.rmtree(root.with_name("restored"), ignore_errors=True)
-    return 0, "\n".join(re.sub("[\n\x1b]", "?", str(each.message)) for each in caught)
+    return 0, "\n".join(str(each.message) for each in caught)
 
 
 def _cli(*arguments):
