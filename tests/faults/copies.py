@@ -4,8 +4,6 @@ The original stays what it was. The copy is there with every byte, or it is not 
 What retention took from the root, because a tier has it, the tier has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -34,8 +32,6 @@ VERSIONS = {1: 1, 2: 2, 3: 13, 50: 99}
 OTHER = 22
 LITTLE = 0.02
 """A share of this and less is of one scene, drawn by chance: to begin all of them would take longer than the rest."""
-Held = dict[int, int | None]
-"""The version of each step that a root holds."""
 
 
 def run(tally):

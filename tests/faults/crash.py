@@ -4,8 +4,6 @@ unflushed.
 In a store, without a run around it, and in a whole run. What is left is judged by what had been told to be durable.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

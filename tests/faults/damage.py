@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
 from itertools import combinations, permutations
 from pathlib import Path
 
@@ -95,8 +94,6 @@ def _bytes_of(root):
 
 
 # ---- what is done to files ---------------------------------------------------------------------------------------
-
-Damage = Callable[[Path], None]
 
 
 def file_cases(root, tally):

@@ -8,10 +8,8 @@ import struct
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path, PosixPath
-from typing import Any
+from pathlib import PosixPath
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -21,7 +19,6 @@ from tests.faults.hostile_ours import ESCAPES, claiming, container_of, outside, 
 from tests.faults.hostile_pickles import BOMBS, COMMANDS, call, text, whole
 
 DATA = "__0_0.distcp"
-Make = Callable[[Path], Any]
 
 
 def _metadata(data):

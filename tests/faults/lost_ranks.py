@@ -13,7 +13,6 @@ import time
 import warnings
 from itertools import count, product
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
 
@@ -25,7 +24,6 @@ from tests.faults.subject import blank, open_run, version_of
 from tests.helpers.faulty_disk import FaultyDisk, holds
 from tests.helpers.ranks import RankError, say, start_ranks
 
-Way = Literal["dies", "is stopped", "has a disk that hangs"]
 TIMEOUT_SECONDS = 2.0
 """What the runs here are told to wait for each other."""
 SLACK_SECONDS = 4.0

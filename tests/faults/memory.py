@@ -4,8 +4,6 @@ A run goes on from what counted there, bit for bit, or from the older one on the
 death what counts is the last one that was told, or a later one that came to be whole.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

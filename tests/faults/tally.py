@@ -1,7 +1,5 @@
 """What was injected, what came of it, and whether each error told what went wrong and what to do."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -12,12 +10,9 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
 
 from ckptman.errors import CkptmanError
 
-T = TypeVar("T")
-Failure = Literal["lost", "wrong", "hang", "unclear", "code", "other"]
 FAILURES = {
     "lost": "committed checkpoints lost",
     "wrong": "wrong bytes loaded",
