@@ -215,6 +215,13 @@ def test_a_sparse_tensor_points_to_none_but_its_own_elements():
 # ---- what .metadata is made of -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("path", ["../../x", "/etc/passwd", "a/../../x", "", "a//b"])
+def test_what_is_described_is_in_the_folder(plain, path):
+    hostile_foreign.place("x.one", relative_path=path)(plain)
+    with pytest.raises(ckptman.CorruptError, match="outside the checkpoint folder"):
+        read_foreign_metadata(plain / ".metadata")
+
+
 def test_a_pickle_can_change_nothing_but_what_it_makes():
     """Whatever else it can get hold of has no attributes: so it stays, whoever writes a new version of it."""
     module = "torch.distributed.checkpoint.metadata"
