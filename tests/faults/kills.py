@@ -1,10 +1,10 @@
-"""Real `kill -9`s at random moments: of ranks that save, of a process that commits and prunes without pause, and of one
-that copies.
+"""Real `kill -9`s at random moments: of ranks that save and prune, of ranks that train, and of a process that copies.
 
 Afterwards the newest checkpoint that was told durable is there, every byte is right, what was pruned stays away, and
 the next start of the same ranks restores it, bit for bit, and saves again.
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -22,9 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import ckptman
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.prune import execute, plan_prune
-from ckptman.catalog.writer_lock import claim
-from ckptman.format.paths import journal_path, run_folder, step_folder
+from ckptman.format.paths import journal_path, step_folder
 from ckptman.runtime.journal import read_journal
 from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from tests.faults.limits import limit
@@ -32,7 +30,7 @@ from tests.faults.mutants import apply
 from tests.faults.subject import blank, bytes_of, content, open_run, version_of
 from tests.helpers.apps import App
 from tests.helpers.checkpoints import commit, note_in
-from tests.helpers.faulty_disk import holds, save
+from tests.helpers.faulty_disk import holds
 from tests.helpers.ranks import RankError, run_ranks, say, start_ranks
 
 KEPT = 2
@@ -41,120 +39,73 @@ START_SECONDS = 60.0
 
 
 def run(tally):
-    """300 kills of two or four ranks, 100 of a process that only commits and prunes, 60 of one that copies."""
+    """300 kills of two or four ranks that save or train, 60 of a process that copies."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         for world_size, kills in ((2, 170), (4, 80)):
             kill_ranks(tally, Path(folder, f"ranks-{world_size}"), world_size, tally.count(kills))
         kill_training(tally, Path(folder, "training"), tally.count(50, least=2))
-        # Enough for some to be pruned.
-        kill_process(tally, "commit and prune", Committing(Path(folder, "root")), tally.count(100, least=10))
-        kill_process(tally, "copy", Copying(Path(folder, "copies")), tally.count(60, least=2))
+        kill_copies(tally, Path(folder, "copies"), tally.count(60, least=2))
 
 
 # ---- one process -------------------------------------------------------------------------------------------------
 
 
-def kill_process(tally, part, victim, kills):
-    """Kill a process that works without end at random moments, and look at what it leaves each time."""
+def kill_copies(tally, folder, kills):
+    """Kill a process that copies and deletes without end. Each time what counts at the destination is whole and proved.
+
+    What a process changes one after the other is stopped at every change by `copies`; here several threads copy.
+    """
+    source, root = folder / "source", folder / "root"
+    for step in (100, 200, 300):
+        commit(source, step, rows=60_000, ranks=3)
+    LocalBackend(root).make()
     for number in range(kills):
-        with tally.fault(f"kill {number} of one process: {part}", part), limit(START_SECONDS):
-            told = _told_until_killed(victim, tally.dice)
-            if victim.judge(tally, told):
+        with tally.fault(f"kill {number} of a process that copies", "copy"), limit(START_SECONDS):
+            killed = _killed(tally.dice, source, root)
+            tally.check(killed, "other", "it ended by itself")
+            notes = [note_in(root / step_folder(step)) for step in holds(root)]
+            proved = all(note and note.every_byte for note in notes)
+            if tally.check(proved, "other", "a copy counts and is not proved"):
                 tally.survive()
-    with tally.fault(f"after {kills} kills of one process: {part}", part), limit(START_SECONDS):
-        tally.injected, tally.parts[part] = tally.injected - 1, tally.parts[part] - 1
-        victim.finish(tally, kills)
+    for entry in Catalog(source).complete():
+        copy_checkpoint(entry, LocalBackend(root))
+    tally.check(holds(root) == holds(source), "lost", f"in the end there is {holds(root)}")
+    left = [parsed for _, parsed in Catalog(root).leftovers() if parsed.kind == "tmp"]
+    tally.check(not left, "other", f"in the end there are {left}")
 
 
-def _told_until_killed(victim, dice):
-    """The numbers that a victim tells until it is killed, one of them at least."""
+def _killed(dice, source, root):
+    """Start to copy, kill it at a random moment after the first copy; whether it was that which ended it."""
     ours, theirs = os.pipe()
-    seed, pid = dice.randrange(2**32), os.fork()
+    pid = os.fork()
     if not pid:
         os.fsync = lambda fd: None  # a kill is no power cut, and more happens in the same time
         try:
-            victim.work(seed, lambda number: os.write(theirs, b"%d\n" % number))
+            _copy_for_ever(source, root, theirs)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
     os.close(theirs)
-    with os.fdopen(ours) as told:
-        try:
-            lines = [told.readline()]  # it took over what the dead one before it had claimed, and is at work
-            time.sleep(dice.uniform(0, 0.1))
-        finally:
-            os.kill(pid, dice.choice(victim.signals))
-            _, status = os.waitpid(pid, 0)
-        lines += told.readlines()
-    assert os.WIFSIGNALED(status), "it ended by itself"
-    return [int(line) for line in lines]
+    try:
+        os.read(ours, 1)
+        time.sleep(dice.uniform(0, 0.05))
+    finally:
+        os.close(ours)
+        os.kill(pid, dice.choice([signal.SIGKILL, signal.SIGTERM]))
+        _, status = os.waitpid(pid, 0)
+    return os.WIFSIGNALED(status)
 
 
-class Committing:
-    """Claims, commits, tells, prunes, again and again; now and then an earlier step, or the same step once more."""
-
-    signals = (signal.SIGKILL,)
-
-    def __init__(self, root):
-        self.root, self._told, self._gone = root, 0, set()
-
-    def work(self, seed, tell):
-        dice = random.Random(seed)
-        LocalBackend(self.root).make()
-        held = claim(self.root, "run", None)
-        step = max((entry.step for entry in Catalog(self.root).complete()), default=0)
-        while True:
-            step = max(0, step + dice.choice([1, 1, 1, 0, 0, -1]))
-            held.check()
-            tell(save(self.root, step, os.urandom(dice.choice([0, 100, 100_000])), tag=held.next_tag()).sequence)
-            execute(self.root, plan_prune(self.root, ckptman.KeepLast(KEPT)), held.next_tag())
-
-    def judge(self, tally, told):
-        self._told = max(self._told, *told)
-        there = {sequence for sequence, _ in holds(self.root).values()}
-        good = tally.check(max(there) >= self._told, "lost", f"sequence {self._told} was committed and is gone")
-        good &= tally.check(there.isdisjoint(self._gone), "lost", "what was pruned came back")
-        self._gone = set(range(max(there))) - there
-        return good
-
-    def finish(self, tally, kills):
-        execute(self.root, plan_prune(self.root, ckptman.KeepLast(KEPT)), "0123abcd-1")
-        names, steps = {path.name for path in self.root.iterdir()}, holds(self.root)
-        tally.check(names == {".ckptman", *map(step_folder, steps)}, "other", f"in the end there are {names}")
-        tally.check(len(steps) == KEPT, "other", f"in the end there are steps {list(steps)}")
-        notes = [path.name for path in run_folder(self.root).iterdir()]
-        tally.check(notes == [f"owner-{kills:06d}.json"], "other", f"in the end there are notes {notes}")
-
-
-class Copying:
-    """Copies three checkpoints, tells, deletes them, again and again. What counts is whole and proved each time."""
-
-    signals = (signal.SIGKILL, signal.SIGTERM)
-
-    def __init__(self, folder):
-        self.source, self.root = folder / "source", folder / "root"
-        for step in (100, 200, 300):
-            commit(self.source, step, rows=60_000, ranks=3)
-        LocalBackend(self.root).make()
-
-    def work(self, seed, tell):
-        while True:
-            for entry in Catalog(self.source).complete():
-                tell(copy_checkpoint(entry, LocalBackend(self.root), CopyOptions(threads=2)).step)
-            for entry in Catalog(self.root).complete():
-                LocalBackend(self.root).remove(entry.path, entry.path.name, os.urandom(4).hex())
-
-    def judge(self, tally, told):
-        notes = [note_in(self.root / step_folder(step)) for step in holds(self.root)]
-        return tally.check(all(note and note.every_byte for note in notes), "other", "a copy counts and is not proved")
-
-    def finish(self, tally, kills):
-        for entry in Catalog(self.source).complete():
-            copy_checkpoint(entry, LocalBackend(self.root))
-        tally.check(holds(self.root) == holds(self.source), "lost", f"in the end there is {holds(self.root)}")
-        left = [parsed for _, parsed in Catalog(self.root).leftovers() if parsed.kind == "tmp"]
-        tally.check(not left, "other", f"in the end there are {left}")
+def _copy_for_ever(source, root, told):
+    place = LocalBackend(root)
+    while True:
+        for entry in Catalog(source).complete():
+            copy_checkpoint(entry, place, CopyOptions(threads=2))
+            with contextlib.suppress(BrokenPipeError):  # nobody listens any more: the kill is on its way
+                os.write(told, b"x")
+        for entry in Catalog(root).complete():
+            place.remove(entry.path, entry.path.name, os.urandom(4).hex())
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------------
