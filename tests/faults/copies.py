@@ -5,7 +5,6 @@ What retention took from the root, because a tier has it, the tier has.
 """
 
 import contextlib
-import io
 import os
 import tempfile
 import warnings
@@ -17,12 +16,12 @@ from unittest import mock
 
 import ckptman
 from ckptman.catalog.tiers import read_tiers, write_tiers
-from ckptman.cli.app import main
 from ckptman.format.paths import step_folder
 from ckptman.transfer import drain
 from ckptman.transfer.copy import CopyOptions
 from tests.faults.crash import goes_on_as_a_run, loaded
 from tests.faults.deaths import die_everywhere, impatient
+from tests.faults.reads import command
 from tests.faults.subject import blank, content, open_run, save_versions, version_of
 from tests.helpers.faulty_disk import holds
 
@@ -248,12 +247,10 @@ def _held(tally, root):
 
 
 def _ckptman(*arguments):
-    """Run a command in this process. Raises: RuntimeError with what it said, where it fails."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-        code = main([str(each) for each in arguments])
+    """Run a command. Raises: RuntimeError with what it said, where it fails."""
+    code, said = command(*arguments)
     if code:
-        raise RuntimeError(f"ckptman {arguments[0]} ended with {code}: {said.getvalue()}")
+        raise RuntimeError(f"ckptman {arguments[0]} ended with {code}: {said}")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ckptman.format.paths import step_folder
 from tests.faults import mounts
 from tests.faults.limits import in_child
 from tests.faults.mounts import NoMount, ext4, read_only, tmpfs
-from tests.faults.reads import READS, cli, judge_read
+from tests.faults.reads import READS, command, judge_read
 from tests.faults.subject import blank, content, open_run, save_versions, version_of
 from tests.helpers.faulty_disk import holds
 
@@ -257,8 +257,7 @@ def _refused(tally, work, must_say):
 
 
 def _verb(tally, arguments, codes):
-    said = cli(arguments[0], *arguments[2:])(Path(arguments[1]))
-    code, _, text = said.partition(" ")
-    tally.check(int(code) in codes, "other", f"exit code {code}: {text}")
+    code, text = command(*arguments)
+    tally.check(code in codes, "other", f"exit code {code}: {text}")
     tally.refused += 1
     tally.hear(text.strip().rpartition("Error: ")[2])

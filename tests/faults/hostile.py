@@ -4,8 +4,6 @@ Nothing in them runs, no memory beyond what a checkpoint of that size may take, 
 removed, no character of theirs reaches the terminal that it would obey.
 """
 
-import contextlib
-import io
 import os
 import pickle
 import re
@@ -20,12 +18,12 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 
 import ckptman
-from ckptman.cli.app import main
 from tests.faults import hostile_foreign, hostile_ours
 from tests.faults.damage import unwrapped
 from tests.faults.hostile_ours import OUTSIDE
 from tests.faults.hostile_pickles import CANARY, COMMANDS
 from tests.faults.limits import in_child
+from tests.faults.reads import command
 from tests.faults.subject import blank, content, open_run
 
 SECONDS = 15.0
@@ -188,15 +186,8 @@ def _restore(root, target):
     return 0, "\n".join(str(each.message) for each in caught)
 
 
-def _cli(*arguments):
-    def work(root, target):
-        said = io.StringIO()
-        names = {"ROOT": str(root), "PATH": str(target)}
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = main([names.get(each, each) for each in arguments])
-        return code, said.getvalue()
-
-    return work
+def _cli(verb, where, *options):
+    return lambda root, target: command(verb, root if where == "ROOT" else target, *options)
 
 
 WAYS = {
@@ -207,7 +198,7 @@ WAYS = {
     "verify": _cli("verify", "PATH", "--threads", "1"),
     "list": _cli("list", "ROOT"),
     "StorageReader": _read,
-    "diff": _cli("diff", "PATH", "PATH"),
+    "diff": lambda root, target: command("diff", target, target),
     "verify --all": _cli("verify", "ROOT", "--all"),
     "show --json": _cli("show", "PATH", "--json"),
     "list --json": _cli("list", "ROOT", "--json"),
