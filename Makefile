@@ -23,7 +23,7 @@ help:
 	@echo "make test-gpu  what must hold on a GPU, on the GPUs of this machine"
 	@echo "make check     ruff, formatting, mypy --strict, the layers"
 	@echo "make docs      the documentation as a site, in site/: open site/index.html"
-	@echo "make campaign  the long versions: 50 kills and more"
+	@echo "make campaign  the long versions of tests, and every example"
 	@echo "make faults    the fault campaign: thousands of faults, two at a time, and a table at the end"
 	@echo "make bench     saves, loads, stalls, steps, listings and prunes, against others and the raw limit"
 

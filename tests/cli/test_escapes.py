@@ -1,7 +1,6 @@
 """What came from a checkpoint reaches no terminal as it is: not in an error, not in a warning, not in a traceback."""
 
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import INDEX
 from ckptman.train.__main__ import main as train
 from tests.helpers.checkpoints import commit
-from tests.helpers.faulty_disk import rewrite
 from tests.loading.test_damage import forge
 
 EVIL = "w\x1b]0;PWNED\x07\x1b[2J\u202e\nError: all is well"
@@ -61,26 +59,24 @@ def test_lists_of_ours_stay_lists():
     ]
 
 
-def refer_to(folder, name, state="m"):
-    """Let the first value of a checkpoint refer to a tensor that there is not, with right digests."""
+def replace_unit(folder, unit):
+    """Give a checkpoint this value instead of all that it has, with right digests."""
     index = read_index(folder, read_manifest(folder))
-    unit = Unit(state=state, key="w", value={"~": "tensor", "v": name})
     forge(folder, INDEX, Index(**{**dict(index), "units": [unit]}).to_json())
 
 
-def test_a_warning_and_an_error_of_restore_are_escaped(tmp_path, capsys, monkeypatch):
+def test_a_warning_and_an_error_of_restore_are_escaped(tmp_path):
     state = {"m": {"w": torch.ones(3)}}
     with ckptman.Checkpointer(tmp_path, state, deadline=None) as run:
         run.save(1)
         run.save(2)
-    refer_to(tmp_path / "step-0000000002", EVIL)
+    replace_unit(tmp_path / "step-0000000002", Unit(state="m", key="w", value={"~": "tensor", "v": EVIL}))
     with (
-        warnings.catch_warnings(record=True) as seen,
+        pytest.warns(RuntimeWarning, match="skipping the checkpoint") as seen,
         ckptman.Checkpointer(tmp_path, state, deadline=None) as run,
     ):
-        warnings.simplefilter("always")
         assert run.restore() == 1
-    (told,) = [each for each in seen if "skipping the checkpoint" in str(each.message)]
+    (told,) = seen
     assert SHOWN in str(told.message)
     assert told.filename == __file__, "the line that called restore"
     with (
@@ -89,20 +85,11 @@ def test_a_warning_and_an_error_of_restore_are_escaped(tmp_path, capsys, monkeyp
     ):
         run.restore(2)
     assert SHOWN in str(raised.value)
-    assert main(["verify", str(tmp_path), "--step", "2"]) == 4
-    monkeypatch.setenv("CKPTMAN_TRACEBACK", "1")
-    assert main(["show", str(tmp_path), "--step", "2"]) in (0, 4)
-    out = capsys.readouterr()
-    assert f"the value m.w holds the tensor {SHOWN}, which was not saved" in out.out
-    assert all(each.isprintable() or each == "\n" for each in out.out + out.err)
-    assert not any(line.startswith("Error: all") for line in (out.out + out.err).splitlines())
 
 
 def test_no_name_forges_a_line_of_its_own(tmp_path, capsys):
     entry = commit(tmp_path, 1)
-    index = read_index(entry.path, entry.require_manifest())
-    odd = Unit(state=EVIL, whole=True, value={"~": "nonsense", "v": 1})
-    forge(entry.path, INDEX, Index(**{**dict(index), "units": [odd]}).to_json())
+    replace_unit(entry.path, Unit(state=EVIL, whole=True, value={"~": "nonsense", "v": 1}))
     assert main(["show", str(entry.path)]) == 4
     assert main(["verify", str(entry.path)]) == 4
     out = capsys.readouterr()
@@ -116,12 +103,3 @@ def test_the_training_command_prints_no_escapes(tmp_path, capsys):
     told = capsys.readouterr().err.removesuffix("\n")
     assert told.isprintable()
     assert SHOWN in told
-
-
-def test_a_field_of_a_manifest_is_escaped_as_everything_is(tmp_path):
-    entry = commit(tmp_path, 1)
-    files = {**entry.require_manifest().model_dump()["files"], EVIL: {"bytes": 1, "digest": "0" * 32}}
-    rewrite(entry.path, files=files)
-    with pytest.raises(ckptman.CorruptError) as raised:
-        read_manifest(entry.path)
-    assert f"names {SHOWN}, which is not a plain file name" in str(raised.value)

@@ -23,7 +23,7 @@ KINDS = {
     "user": ("user.run", "loops that break, raise, exit, fork or nest blocks"),
     "memory": ("memory.run", "checkpoints in memory: damage, deaths, kills"),
     "copy": ("copies.run", "death in a copy or a drain, then a power cut"),
-    "crash": ("crash.run", "death at each file operation, then a power cut"),
+    "crash": ("crash.run", "death at each change of a file, then a power cut"),
     "flips": ("damage.run_flips", "one flipped bit"),
     "files": ("damage.run_files", "files cut, grown, missing, swapped, old"),
     "disk": ("disks.run", "full, over quota, read-only, forbidden"),

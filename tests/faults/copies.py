@@ -4,10 +4,7 @@ The original stays what it was. The copy is there with every byte, or it is not 
 What retention took from the root, because a tier has it, the tier has.
 """
 
-from __future__ import annotations
-
 import contextlib
-import io
 import os
 import tempfile
 import warnings
@@ -19,11 +16,12 @@ from unittest import mock
 
 import ckptman
 from ckptman.catalog.tiers import read_tiers, write_tiers
-from ckptman.cli.app import main
+from ckptman.format.paths import step_folder
 from ckptman.transfer import drain
 from ckptman.transfer.copy import CopyOptions
 from tests.faults.crash import goes_on_as_a_run, loaded
 from tests.faults.deaths import die_everywhere, impatient
+from tests.faults.reads import command
 from tests.faults.subject import blank, content, open_run, save_versions, version_of
 from tests.helpers.faulty_disk import holds
 
@@ -33,8 +31,6 @@ VERSIONS = {1: 1, 2: 2, 3: 13, 50: 99}
 OTHER = 22
 LITTLE = 0.02
 """A share of this and less is of one scene, drawn by chance: to begin all of them would take longer than the rest."""
-Held = dict[int, int | None]
-"""The version of each step that a root holds."""
 
 
 def run(tally):
@@ -172,12 +168,8 @@ class Draining:
         except Exception as error:
             tally.fail("other", f"it does not go on: {type(error).__name__}: {error}")
             return False
-        newest = [f"step-{steps[-1]:010d}"]
-        wanted = {
-            ROOT: newest,
-            NEAR: [f"step-{step:010d}" for step in steps],
-            FAR: newest if self.way != "copy" else [],
-        }
+        newest = [step_folder(steps[-1])]
+        wanted = {ROOT: newest, NEAR: [*map(step_folder, steps)], FAR: newest if self.way != "copy" else []}
         found = {name: _names(world / name) for name in wanted}
         if not tally.check(found == wanted, "lost", f"in the end there is {found}"):
             return False
@@ -255,12 +247,10 @@ def _held(tally, root):
 
 
 def _ckptman(*arguments):
-    """Run a command in this process. Raises: RuntimeError with what it said, where it fails."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-        code = main([str(each) for each in arguments])
+    """Run a command. Raises: RuntimeError with what it said, where it fails."""
+    code, said = command(*arguments)
     if code:
-        raise RuntimeError(f"ckptman {arguments[0]} ended with {code}: {said.getvalue()}")
+        raise RuntimeError(f"ckptman {arguments[0]} ended with {code}: {said}")
 
 
 @contextmanager

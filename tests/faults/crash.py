@@ -1,44 +1,34 @@
-"""Death at every single file operation of a save, an async save and a prune; then a power cut that loses the unflushed.
+"""Death at every change of a file by a save, an async save, a deletion and a prune; then a power cut that loses the
+unflushed.
 
-In the store, through a file layer that dies at operation n. Through a whole run, in a process that ends at the n-th
-system call that changes a file. What is left is judged by what had been told to be durable.
+In a store, without a run around it, and in a whole run. What is left is judged by what had been told to be durable.
 """
 
-from __future__ import annotations
-
-import contextlib
 import math
 import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import ckptman
+from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
-from ckptman.io.durable_files import Disk
-from tests.faults.deaths import CASE_SECONDS, die_everywhere, impatient
-from tests.faults.limits import limit
-from tests.faults.powercut import LOSSES, Flushes, survive, watched
+from ckptman.format.paths import outcome_path, step_folder
+from ckptman.io.durable_files import DISK
+from tests.faults.deaths import die_everywhere, impatient
 from tests.faults.subject import blank, content, open_run, save_versions, version_of
-from tests.helpers.faulty_disk import WHEN, Death, FaultyDisk, faults, holds
-from tests.saving.test_commit_crash import SCENES, allowed, goes_on
-
-
-class EveryDisk(FaultyDisk):
-    """Counts the reservation of room too."""
-
-    def reserve(self, fd, size):
-        self._do("reserve", lambda: Disk.reserve(self, fd, size))
+from tests.helpers.faulty_disk import holds, rewrite, save
 
 
 def run(tally):
-    """Every operation of every scene."""
+    """Every change of every scene."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        for number, name in enumerate(SCENES):
-            store_scene(tally, name, Path(folder, f"store-{number}"))
+        for number, name in enumerate(STORES):
+            die_everywhere(tally, f"store: {name}", STORES[name], Path(folder, f"store-{number}"))
         for name in RUNS:
             die_everywhere(tally, f"run: {name}", RUNS[name], Path(folder, name.replace(" ", "-")))
 
@@ -46,58 +36,112 @@ def run(tally):
 # ---- the store ---------------------------------------------------------------------------------------------------
 
 
-def store_scene(tally, name, folder):
-    """Die before, in and after every operation of a scene of tests/saving/test_commit_crash.py."""
-    before, act = SCENES[name]
-    folder.mkdir()
-    states = allowed((before, act), folder)
-    last = _operations(before, act, folder) * len(WHEN)
-    for number, fault in enumerate(faults()):
-        if number < last and not tally.takes():
-            continue
-        case = folder / f"case-{number}"
-        world, disk = case / "world", EveryDisk(fault)
-        world.mkdir(parents=True)
-        if (folder / "before").exists():
-            shutil.copytree(folder / "before", world / "root")
-        with watched(Flushes(world, case / "memory")), contextlib.suppress(Death):
-            act(world / "root", disk)
-        told = [] if disk.struck else states[-1:]
-        for loss in LOSSES:
-            with (
-                tally.fault(f"{name}, {fault.when} {number // 3}, losing {loss}", f"store: {name}"),
-                limit(CASE_SECONDS),
-            ):
-                root = survive(world, case / "memory", case / loss, loss, tally.dice) / "root"
-                _judge_store(tally, root, told or states)
-        shutil.rmtree(case)
-        if not disk.struck:
+@dataclass
+class Store:
+    """What happens to a root without a run around it: it ends as it was, or with all of it done. A `Scene`."""
+
+    fill: Callable
+    work: Callable
+    states: list = field(default_factory=list)
+    """What the root may hold afterwards: first what it did before, last what it does when all is done."""
+
+    def before(self, world):
+        root = world / "root"
+        self.fill(root)
+        with tempfile.TemporaryDirectory() as folder:
+            done = shutil.copytree(world, Path(folder, "world")) / "root"
+            self.work(done, DISK)
+            self.states = list(_between(held(root), held(done)))
+
+    def act(self, world, tell):
+        self.work(world / "root", DISK)
+        tell("done")
+
+    def judge(self, tally, world, before, told):
+        root, states = world / "root", self.states[-1:] if told else self.states
+        try:
+            state = held(root)
+        except Exception as error:
+            tally.fail("lost", f"what is there is not whole: {error}")
             return
+        if tally.check(state in states, "lost", f"{state} instead of one of {states}") and goes_on(tally, root):
+            tally.survive()
 
 
-def _operations(before, act, folder):
-    """How many there are."""
-    root, disk = folder / "counted" / "root", EveryDisk()
-    root.parent.mkdir()
-    before(root)
-    act(root, disk)
-    return len(disk.log)
+def _between(before, after):
+    """What is there while one is becoming the other: of what goes, one whole checkpoint at a time."""
+    yield before
+    while gone := [step for step in before if step not in after]:
+        before = {step: each for step, each in before.items() if step != gone[0]}
+        yield before
+    if before != after:
+        yield after
 
 
-def _judge_store(tally, root, allowed):
+def held(root):
+    return holds(root) if root.exists() else {}
+
+
+def goes_on(tally, root):
+    """Whether a save and a prune work as if nothing had been, and leave nothing behind that is not a checkpoint."""
     try:
-        state = holds(root) if root.exists() else {}
-    except Exception as error:
-        tally.fail("lost", f"what is there is not whole: {error}")
-        return
-    if not tally.check(state in allowed, "lost", f"{state} instead of one of {allowed}"):
-        return
-    try:
-        goes_on(root)
+        newest = max((sequence for sequence, _ in held(root).values()), default=0)
+        saved = save(root, 400, b"after the fault")
+        execute(root, plan_prune(root, ckptman.KeepLast(2)), "0123abcd-2")
+        steps = held(root)
     except Exception as error:
         tally.fail("other", f"the next save or prune does not work: {type(error).__name__} {error}")
-        return
-    tally.survive()
+        return False
+    good = tally.check(saved.sequence == newest + 1, "other", f"sequence {saved.sequence} came after {newest}")
+    good &= tally.check(400 in steps and len(steps) <= 2, "other", f"the next prune left {steps}")
+    left = sorted(_left(root))
+    return good & tally.check(
+        left == sorted(map(step_folder, steps)), "other", f"after the next prune there are {left}"
+    )
+
+
+def _three(root):
+    for step in (100, 200, 300):
+        save(root, step, b"%d" % step)
+
+
+def _littered(root):
+    """Three checkpoints, and what every kind of crash leaves."""
+    _three(root)
+    for kind in ("tmp", "trash", "old"):
+        shutil.copytree(root / "step-0000000300", root / f"step-0000000300.{kind}-deadbeef")
+    shutil.copytree(root / "step-0000000100", root / "step-0000000100.old-deadbeef")
+    rewrite(root / "step-0000000100", sequence=4)  # saved again, after step 300
+    rewrite(root / "step-0000000300", sequence=5)
+    (root / "step-0000000100.tmp-deadbeef").mkdir()
+    outcome_path(root).parent.mkdir()
+    outcome_path(root).with_name("outcome.json.tmp-1-0123abcd").touch()
+
+
+def _save(step):
+    return lambda root, disk: save(root, step, b"new", disk)
+
+
+def _delete(root, disk):
+    entry = Catalog(root).entry(100)
+    LocalBackend(root, disk).remove(entry.path, entry.path.name, "0123abcd-1")
+
+
+def _prune(root, disk):
+    execute(root, plan_prune(root, ckptman.KeepLast(1)), "0123abcd-1", disk)
+
+
+STORES = {
+    "the first save": Store(lambda root: None, _save(100)),
+    "a save": Store(lambda root: save(root, 100, b"first"), _save(200)),
+    "a save over the same step": Store(lambda root: save(root, 100, b"first"), _save(100)),
+    "a save over the newest of three": Store(_three, _save(300)),
+    "a save of an earlier step": Store(_three, _save(100)),
+    "a deletion": Store(_three, _delete),
+    "a prune": Store(_three, _prune),
+    "a prune of litter": Store(_littered, _prune),
+}
+"""Played with errors of the disk by `io_errors`, too."""
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------

@@ -5,23 +5,21 @@ matter, and then what was loaded is bit for bit what was saved. `ckptman verify`
 """
 
 import contextlib
-import io
 import logging
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
 from itertools import combinations, permutations
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 
 import ckptman
-from ckptman.cli.app import main
 from ckptman.errors import CorruptError
 from tests.faults.kills import fill, sharded
 from tests.faults.limits import limit
+from tests.faults.reads import command
 from tests.faults.regions import draw, flip, regions_of
 from tests.faults.subject import blank, content, open_run, save_versions, untouched, version_of
 from tests.helpers.ranks import run_ranks
@@ -95,8 +93,6 @@ def _bytes_of(root):
 
 
 # ---- what is done to files ---------------------------------------------------------------------------------------
-
-Damage = Callable[[Path], None]
 
 
 def file_cases(root, tally):
@@ -219,7 +215,7 @@ def judge(tally, root, reader, damaged=True):
         found = version_of(state, SCALE)
         tally.check(found == allowed, "wrong", f"{reader} gave version {found} instead of {allowed}")
         tally.survive()
-    code, text = verified(root / NEW)
+    code, text = command("verify", root / NEW)
     if damaged:
         tally.check(code in (3, 4), "wrong", f"ckptman verify ends with {code}: {text}")
         tally.hear(text.strip().rpartition("Error: ")[2])
@@ -263,11 +259,3 @@ def unwrapped(error):
     if isinstance(first, AssertionError) and "metadata read failed: " in str(first):
         return CorruptError(str(first))
     return first if isinstance(first, Exception) else RuntimeError(str(first))
-
-
-def verified(folder):
-    """The exit code of `ckptman verify`, and all that it says."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = main(["verify", str(folder)])
-    return code, said.getvalue()

@@ -4,12 +4,9 @@ What is left is judged by what had been told. Where a scene wants that, the same
 comes to its end, and the power is cut only then: what a killed process did and did not flush is seen by the next one.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,8 +21,6 @@ CASE_SECONDS = 30.0
 PATIENCE_SECONDS = 1.0
 """How long a claim is watched that was torn: nobody touches it here, and 30 s would tell no more."""
 AFTER_A_KILL = ("everything", "some")
-Tell = Callable[[str], None]
-"""Called by a scene with one line, once what that says is durable."""
 
 
 class Scene(Protocol):
@@ -35,7 +30,7 @@ class Scene(Protocol):
         """Fill a new world with what is there before."""
 
     def act(self, world, tell):
-        """Change it. Called in a process of its own."""
+        """Change it, and `tell` a line once what that says is durable. Called in a process of its own."""
 
     def judge(self, tally, world, before, told):
         """Look at what is left of a world: either it fails the tally or survives. `before`: what it was like."""

@@ -9,7 +9,8 @@ import os
 import resource
 import tempfile
 import warnings
-from itertools import count
+from functools import partial
+from itertools import count, product
 from pathlib import Path
 from shutil import rmtree
 
@@ -18,7 +19,7 @@ from ckptman.format.paths import step_folder
 from tests.faults import mounts
 from tests.faults.limits import in_child
 from tests.faults.mounts import NoMount, ext4, read_only, tmpfs
-from tests.faults.reads import READS, cli, judge_read
+from tests.faults.reads import READS, command, judge_read
 from tests.faults.subject import blank, content, open_run, save_versions, version_of
 from tests.helpers.faulty_disk import holds
 
@@ -100,78 +101,64 @@ def judge_save(tally, root, end, must_say=None):
         tally.check(version_of(state) == step, "wrong", f"step {step} holds something else")
 
 
+def one_save(tally, title, part, root, way, break_it, mend_it, must_say=None, user=None):
+    """A run whose disk is broken for one of its saves, in a process of its own."""
+    with tally.fault(f"{title}, {way}", part):
+        work = partial(fail_and_go_on, root, way, break_it, mend_it)
+        judge_save(tally, root, in_child(work, CASE_SECONDS, user=user), must_say)
+
+
 def full_disk(tally, home):
     """A file system of 2 MiB with less and less room."""
-    for way in WAYS:
-        for room in (0, 4, 8, 16, 24, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 256):
-            with tmpfs(home / "mount", "size=2m") as mount, tally.fault(f"{room} KiB of room, {way}", "full disk"):
-                root, ballast = mount / "root", mount / "ballast"
+    for way, room in product(WAYS, (0, 4, 8, 16, 24, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 256)):
+        with tmpfs(home / "mount", "size=2m") as mount:
+            ballast = mount / "ballast"
+            fill = partial(_fill, ballast, room * 1024)
+            title = f"{room} KiB of room"
+            one_save(tally, title, "full disk", mount / "root", way, fill, ballast.unlink, "No space left")
 
-                def fill(ballast=ballast, room=room):
-                    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-                        while file.write(bytes(4096)):
-                            pass
-                    os.truncate(ballast, max(0, ballast.stat().st_size - room * 1024))
 
-                end = in_child(
-                    lambda: fail_and_go_on(root, way, fill, ballast.unlink),  # noqa: B023 called at once
-                    CASE_SECONDS,
-                )
-                judge_save(tally, root, end, "No space left")
+def _fill(ballast, room):
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    os.truncate(ballast, max(0, ballast.stat().st_size - room))
 
 
 def quota(tally, home):
     """A user whose quota is used up by something else."""
-    for way in WAYS:
-        for room in (0, 16, 32, 64, 96, 128, 160, 192, 256, 320):
-            with (
-                mounts.quota(home / "mount", home / "image", 2 * 1024 * 1024) as mount,
-                tally.fault(f"{room} KiB of quota, {way}", "quota"),
-            ):
-                root, ballast = mount / "root", mount / "ballast"
+    for way, room in product(WAYS, (0, 16, 32, 64, 96, 128, 160, 192, 256, 320)):
+        with mounts.quota(home / "mount", home / "image", 2 * 1024 * 1024) as mount:
+            fill, free = partial(_use_up, mount / "ballast", room * 1024), partial(_free, mount / "ballast")
+            title, words = f"{room} KiB of quota", "Disk quota exceeded"
+            one_save(tally, title, "quota", mount / "root", way, fill, free, words, user=NOBODY)
 
-                # Files, because btrfs lets nobody who has used up his quota cut one short.
-                def fill(ballast=ballast, room=room):
-                    ballast.mkdir()
-                    with contextlib.suppress(OSError):
-                        for number in count():
-                            (ballast / str(number)).write_bytes(bytes(_BALLAST_BYTES))
-                    os.sync()
-                    for number in range(room * 1024 // _BALLAST_BYTES):
-                        (ballast / str(number)).unlink()
-                    os.sync()  # until then btrfs counts what was removed
 
-                def free(ballast=ballast):
-                    rmtree(ballast)
-                    os.sync()
+def _use_up(ballast, room):
+    """With files, because btrfs lets nobody who has used up his quota cut one short."""
+    ballast.mkdir()
+    with contextlib.suppress(OSError):
+        for number in count():
+            (ballast / str(number)).write_bytes(bytes(_BALLAST_BYTES))
+    os.sync()
+    for number in range(room // _BALLAST_BYTES):
+        (ballast / str(number)).unlink()
+    os.sync()  # until then btrfs counts what was removed
 
-                end = in_child(
-                    lambda: fail_and_go_on(root, way, fill, free),  # noqa: B023
-                    CASE_SECONDS,
-                    user=NOBODY,
-                )
-                judge_save(tally, root, end, "Disk quota exceeded")
+
+def _free(ballast):
+    rmtree(ballast)
+    os.sync()
 
 
 def file_limit(tally, home, steps):
     """No file may grow over a size: the kernel refuses, as it does with some quotas."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    for number in range(steps):
-        size = number * 120 * 1024 // steps
-        for way in WAYS:
-            with tally.fault(f"files of {size} bytes at most, {way}", "file size limit"):
-                root = home / f"limit-{number}-{way}"
-                end = in_child(
-                    lambda: fail_and_go_on(
-                        root,  # noqa: B023
-                        way,  # noqa: B023
-                        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard)),  # noqa: B023
-                        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)),
-                    ),
-                    CASE_SECONDS,
-                )
-                judge_save(tally, root, end)
-                rmtree(root)
+    for number, way in product(range(steps), WAYS):
+        size, root = number * 120 * 1024 // steps, home / f"limit-{number}-{way}"
+        break_it, mend_it = (partial(resource.setrlimit, resource.RLIMIT_FSIZE, (each, hard)) for each in (size, hard))
+        one_save(tally, f"files of {size} bytes at most", "file size limit", root, way, break_it, mend_it)
+        rmtree(root)
 
 
 def mounted_read_only(tally, home):
@@ -237,14 +224,9 @@ def permissions(tally, home):
         tally.skip("permissions: needs root, to become another user")
         return
     for way in WAYS:
-        with tally.fault(f"the root loses its write permission, {way}", "permission lost"):
-            root = _own(home / f"forbidden-{way}") / "root"
-            end = in_child(
-                lambda: fail_and_go_on(root, way, lambda: root.chmod(0o555), lambda: root.chmod(0o755)),  # noqa: B023
-                CASE_SECONDS,
-                user=NOBODY,
-            )
-            judge_save(tally, root, end, "Permission denied")
+        root, title = _own(home / f"forbidden-{way}") / "root", "the root loses its write permission"
+        break_it, mend_it = (partial(root.chmod, mode) for mode in (0o555, 0o755))
+        one_save(tally, title, "permission lost", root, way, break_it, mend_it, "Permission denied", user=NOBODY)
     root = _own(home / "unreadable") / "root"
     made = in_child(lambda: save_versions(root, {1: 1, 2: 2}), CASE_SECONDS, user=NOBODY)
     assert made.in_order, f"another user cannot save: {made.error} {made.said}"
@@ -254,7 +236,7 @@ def permissions(tally, home):
         path.chmod(0)
         for what, work in READS.items():
             with tally.fault(f"{path.name} cannot be read, {what}", "permission lost"):
-                judge_read(tally, in_child(lambda: work(root), CASE_SECONDS, user=NOBODY))  # noqa: B023
+                judge_read(tally, in_child(partial(work, root), CASE_SECONDS, user=NOBODY))
         path.chmod(mode)
 
 
@@ -275,8 +257,7 @@ def _refused(tally, work, must_say):
 
 
 def _verb(tally, arguments, codes):
-    said = cli(arguments[0], *arguments[2:])(Path(arguments[1]))
-    code, _, text = said.partition(" ")
-    tally.check(int(code) in codes, "other", f"exit code {code}: {text}")
+    code, text = command(*arguments)
+    tally.check(code in codes, "other", f"exit code {code}: {text}")
     tally.refused += 1
     tally.hear(text.strip().rpartition("Error: ")[2])

@@ -9,7 +9,6 @@ import json
 import pickle
 import tempfile
 import warnings
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,13 +16,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.catalog.verified import VERIFIED, read_verified
+from ckptman.catalog.verified import VERIFIED, identify, note_verified, read_verified
 from ckptman.catalog.writer_lock import read_owner, this_process
 from ckptman.errors import CorruptError, FormatVersionError
 from ckptman.format.manifest import FileRecord, read_manifest
 from ckptman.format.pickle_guard import HostilePickle, check_pickle
 from ckptman.format.value_codec import TensorRef, decode, encode, tensor_ref
 from ckptman.io.checksums import digest_bytes
+from ckptman.io.durable_files import DISK
 from ckptman.loading.checkpoint_reader import SavedState, resolve
 from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.runtime.journal import read_journal
@@ -180,25 +180,11 @@ def instructions(there, data):
         return
 
 
-Target = Callable[[Stage, bytes], None]
 TARGETS = {
     each.__name__: each
     for each in (
-        *(
-            bare_manifest,
-            manifest,
-            index,
-            chunk_table,
-            values,
-            plain_value,
-            verified,
-            owner,
-            journal,
-            outcome,
-            metadata,
-            container,
-        ),
-        instructions,
+        *(bare_manifest, manifest, index, chunk_table, values, plain_value, verified, owner, journal, outcome),
+        *(metadata, container, instructions),
     )
 }
 
@@ -209,14 +195,12 @@ def seeds_of(there):
     torch.save(torch.zeros(4, 4), saved)
     value = io.BytesIO()
     torch.save({"a": [1, 2.5, (None, "x")], "b": {3, 4}}, value)
-    found = {
+    return {
         "bare_manifest": [there.good["manifest.json"]],
         "manifest": [there.good["manifest.json"].rpartition(b',\n "digest"')[0]],
         "index": [there.good["index.json"]],
         "chunk_table": [there.good["chunks.bin"]],
-        "values": [there.good["values-00000.json"]]
-        if "values-00000.json" in there.good
-        else [b'{"format_version":1,"units":[]}'],
+        "values": [there.good.get("values-00000.json", b'{"format_version":1,"units":[]}')],
         "plain_value": [json.dumps(encode(each, "value")).encode() for each in _VALUES],
         "verified": [_verified(there)],
         "owner": [this_process("run", "4711").model_dump_json().encode() + b"\nreleased\n"],
@@ -226,15 +210,10 @@ def seeds_of(there):
         "container": [saved.getvalue(), value.getvalue()],
         "instructions": [pickle.dumps(each, protocol) for each in _VALUES for protocol in (0, 2, 4)],
     }
-    return found
 
 
 def _verified(there):
-    from ckptman.catalog.verified import identify, note_verified
-    from ckptman.io.durable_files import DISK
-
-    identity = identify(there.ours, there.manifest)
-    note_verified(there.ours, identity, levels=["digests"], disk=DISK)
+    note_verified(there.ours, identify(there.ours, there.manifest), levels=["digests"], disk=DISK)
     data = (there.ours / VERIFIED).read_bytes()
     (there.ours / VERIFIED).unlink()
     return data

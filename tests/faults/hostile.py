@@ -4,25 +4,26 @@ Nothing in them runs, no memory beyond what a checkpoint of that size may take, 
 removed, no character of theirs reaches the terminal that it would obey.
 """
 
-import contextlib
-import io
 import os
+import pickle
 import re
 import shutil
 import sys
 import tempfile
 import unicodedata
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 
 import ckptman
-from ckptman.cli.app import main
 from tests.faults import hostile_foreign, hostile_ours
 from tests.faults.damage import unwrapped
-from tests.faults.hostile_pickles import CANARY
+from tests.faults.hostile_ours import OUTSIDE
+from tests.faults.hostile_pickles import CANARY, COMMANDS
 from tests.faults.limits import in_child
+from tests.faults.reads import command
 from tests.faults.subject import blank, content, open_run
 
 SECONDS = 15.0
@@ -41,71 +42,58 @@ def run(tally):
         home = Path(folder)
         with tally.fault("the pickles would run their command, if one let them", "control"):
             canary_sings(tally, home)
-        base = home / "ours" / "step-0000000007"
-        ckptman.save(content(7), base)
-        for name, make in tally.some(hostile_ours.ROOTS.items()):
-            _try(tally, home, f"ours: {name}", lambda root: _copied(base, root) and make(root))  # noqa: B023
-        plain = home / "plain"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save(content(7), checkpoint_id=plain, no_dist=True)
-        for name, make in tally.some(hostile_foreign.FOLDERS.items()):
-            _try(tally, home, f"plain DCP: {name}", lambda root: _put(plain, root) and make(root / "plain"))  # noqa: B023
+        look_at(tally, home, tally.some(hostile_ours.ROOTS), tally.some(hostile_foreign.FOLDERS), WAYS)
+
+
+def look_at(tally, home, roots, folders, ways):
+    """Make these roots of ours and these folders of plain DCP, by name, and look at each in these ways."""
+    base = home / "ours" / hostile_ours.STEP
+    ckptman.save(content(7), base)
+    for name in roots:
+        _try(tally, home, f"ours: {name}", base, base.name, hostile_ours.ROOTS[name], ways)
+    plain = home / "plain"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(content(7), checkpoint_id=plain, no_dist=True)
+    for name in folders:
+        _try(tally, home, f"plain DCP: {name}", plain, "plain", hostile_foreign.FOLDERS[name], ways)
 
 
 def canary_sings(tally, home):
     """A test of the test: plain pickle does run what is in them."""
-    from tests.faults.hostile_pickles import COMMANDS
-
     for name, data in COMMANDS.items():
         canary = home / "control"
         os.environ[CANARY] = str(canary)
-        in_child(lambda: __import__("pickle").loads(data), SECONDS)  # noqa: B023
+        in_child(partial(pickle.loads, data), SECONDS)
         tally.check(canary.exists(), "other", f"{name} ran nothing: it proves nothing")
         canary.unlink(missing_ok=True)
     tally.survive()
 
 
-def _copied(base, root):
-    """Two good checkpoints around a folder that is made hostile: steps 6, 7, 8."""
-    root.mkdir()
-    shutil.copytree(base, root / base.name)
-    return True
-
-
-def _put(plain, root):
-    root.mkdir()
-    shutil.copytree(plain, root / "plain")
-    return True
-
-
-def _try(tally, home, name, make):
+def _try(tally, home, title, good, name, spoil, ways):
+    """Make a hostile copy of a good checkpoint: in a root, which is what is spoilt if the checkpoint is one of ours."""
     root, canary, outside = home / "case", home / "canary", home / "outside"
-    os.environ[CANARY] = str(canary)
+    target = root / name
+    os.environ[CANARY], os.environ[OUTSIDE] = str(canary), str(outside)
     outside.mkdir()
     (outside / "precious").write_text("must stay")
-    os.environ["CKPTMAN_FAULTS_OUTSIDE"] = str(outside)
+    shutil.copytree(good, target)
     try:
-        make(root)
+        spoil(target if name == "plain" else root)
         before = _contents(outside)
-        target = root / "plain" if (root / "plain").exists() else root / "step-0000000007"
         # Whatever claims eight gigabytes, and has them, is read: through the page cache, where holes count as cached.
-        sizes = (path.lstat().st_size for path in root.rglob("*")) if root.is_dir() else ()
-        seconds = SECONDS + sum(sizes) / SLOW_DISK
-        for way, work in WAYS.items():
-            with tally.fault(f"{name}, {way}", name.partition(":")[0]):
-                end = in_child(lambda: _watched(work, root, target, outside), seconds, MEMORY_BYTES)  # noqa: B023
+        seconds = SECONDS + sum(path.lstat().st_size for path in root.rglob("*")) / SLOW_DISK
+        for way in ways:
+            with tally.fault(f"{title}, {way}", title.partition(":")[0]):
+                end = in_child(partial(_watched, WAYS[way], root, target, outside), seconds, MEMORY_BYTES)
                 judge(tally, end, seconds)
                 tally.check(not canary.exists(), "code", "a command of the checkpoint was run")
                 after = _contents(outside)
                 tally.check(after == before, "other", f"outside of the root there is {after} now")
                 canary.unlink(missing_ok=True)
     finally:
-        for path in (root, outside):
-            if path.is_symlink():
-                path.unlink()
-            else:
-                shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(root)
+        shutil.rmtree(outside)
 
 
 def _watched(work, root, target, outside):
@@ -117,7 +105,9 @@ def _watched(work, root, target, outside):
             return
         path, flags = os.fsdecode(arguments[0]), arguments[2]
         refused = isinstance(flags, int) and flags & os.O_NOFOLLOW and Path(path).is_symlink()
-        if not refused and os.path.realpath(path).startswith(f"{outside}/"):
+        if refused:
+            opened[:] = [each for each in opened if each != path]  # `open` with an opener tells of it twice
+        elif os.path.realpath(path).startswith(f"{outside}/"):
             opened.append(path)
 
     sys.addaudithook(see)
@@ -130,27 +120,22 @@ def _watched(work, root, target, outside):
 
 
 def _contents(folder):
-    return {path.name: path.read_text() for path in sorted(folder.iterdir())}
+    return {path.name: path.read_text() if path.exists() else None for path in sorted(folder.iterdir())}
 
 
 def judge(tally, end, seconds=SECONDS):
     """Refused in order, or shown in order."""
-    if end.hung:
-        tally.fail("hang", f"longer than {seconds:.0f} s; it said {end.said[-300:]!r}")
+    if end.hung or end.status:
+        how = f"took longer than {seconds:.0f} s" if end.hung else f"ended with status {end.status}"
+        tally.fail("hang" if end.hung else "other", f"the process {how}: {end.said[-300:]!r}")
         return
-    if os.WIFSIGNALED(end.status) or end.status:
-        tally.fail("other", f"the process ended with status {end.status}: {end.said[-300:]!r}")
-        return
-    if obeyed := unsafe(end.said):
-        tally.fail("other", f"{obeyed} reached the terminal: {end.said[:300]!r}")
+    code, text = end.value if end.error is None else (0, "")
+    if obeyed := unsafe(end.said + text):
+        tally.fail("other", f"{obeyed} reached the terminal: {(end.said + text)[:300]!r}")
+    tally.check(code in CODES, "other", f"exit code {code}: {text}")
     if end.error is not None:
         tally.refuse(end.error)
-        return
-    code, text = end.value
-    tally.check(code in CODES, "other", f"exit code {code}: {text}")
-    if obeyed := unsafe(text):
-        tally.fail("other", f"{obeyed} reached the terminal: {text[:300]!r}")
-    if code:
+    elif code:
         tally.refused += 1
         tally.check("Traceback" not in text, "unclear", text[-500:])
         tally.hear(re.split(r"^Error: ", text.strip(), flags=re.MULTILINE)[-1])
@@ -198,18 +183,11 @@ def _restore(root, target):
             run.restore(path=target)
     finally:
         shutil.rmtree(root.with_name("restored"), ignore_errors=True)
-    return 0, "\n".join(re.sub("[\n\x1b]", "?", str(each.message)) for each in caught)
+    return 0, "\n".join(str(each.message) for each in caught)
 
 
-def _cli(*arguments):
-    def work(root, target):
-        said = io.StringIO()
-        names = {"ROOT": str(root), "PATH": str(target)}
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = main([names.get(each, each) for each in arguments])
-        return code, said.getvalue()
-
-    return work
+def _cli(verb, where, *options):
+    return lambda root, target: command(verb, root if where == "ROOT" else target, *options)
 
 
 WAYS = {
@@ -220,7 +198,7 @@ WAYS = {
     "verify": _cli("verify", "PATH", "--threads", "1"),
     "list": _cli("list", "ROOT"),
     "StorageReader": _read,
-    "diff": _cli("diff", "PATH", "PATH"),
+    "diff": lambda root, target: command("diff", target, target),
     "verify --all": _cli("verify", "ROOT", "--all"),
     "show --json": _cli("show", "PATH", "--json"),
     "list --json": _cli("list", "ROOT", "--json"),

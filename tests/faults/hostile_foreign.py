@@ -8,10 +8,8 @@ import struct
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path, PosixPath
-from typing import Any
+from pathlib import PosixPath
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -21,7 +19,6 @@ from tests.faults.hostile_ours import ESCAPES, claiming, container_of, outside, 
 from tests.faults.hostile_pickles import BOMBS, COMMANDS, call, text, whole
 
 DATA = "__0_0.distcp"
-Make = Callable[[Path], Any]
 
 
 def _metadata(data):
@@ -43,7 +40,7 @@ def _with_attribute(name, value):
     return _changed(lambda metadata: setattr(metadata, name, value))
 
 
-def _place(name, **changes):
+def place(name, **changes):
     """Where a tensor or value is said to lie."""
 
     def change(metadata):
@@ -70,7 +67,7 @@ def _holds(name, container):
         with (folder / DATA).open("ab") as file:
             at = file.tell()
             file.write(container)
-        _place(name, offset=at, length=len(container))(folder)
+        place(name, offset=at, length=len(container))(folder)
 
     return make
 
@@ -136,7 +133,7 @@ def _of_two_paths(metadata):
 
 def _through_a_linked_folder(folder):
     (folder / "sub").symlink_to(outside())
-    _place("x.one", relative_path="sub/precious")(folder)
+    place("x.one", relative_path="sub/precious")(folder)
 
 
 def two_directories(mebibytes=1024):
@@ -188,7 +185,7 @@ def wild_sparse_tensors():
     return [_saved(each) for each in wild]
 
 
-def _wild_in_place(folder):
+def _wild_inplace(folder):
     """Such a one where another of that shape is described."""
     size = pickle.loads((folder / ".metadata").read_bytes()).state_dict_metadata["x.large"].size
     index = torch.full((len(size), 1), 2**30)
@@ -216,7 +213,7 @@ FOLDERS = {
     **{f"a bare value: {name}": _holds("text", data) for name, data in COMMANDS.items()},
     **{f"a tensor: {name}": _holds("x.one", container_of(data)) for name, data in COMMANDS.items()},
     "a value: a sparse tensor of wild indices": lambda folder: _holds("text", wild_sparse_tensors()[0])(folder),
-    "a tensor: a sparse one of wild indices": lambda folder: _wild_in_place(folder),
+    "a tensor: a sparse one of wild indices": lambda folder: _wild_inplace(folder),
     "a value: two directories": lambda folder: _holds("text", two_directories())(folder),
     "a tensor: two directories": lambda folder: _holds("x.one", two_directories())(folder),
     **{
@@ -230,20 +227,20 @@ FOLDERS = {
     "a value: a tensor of 2^36 elements": _holds("text", container_of(tensor_pickle(2**36, 2**36), payload=bytes(64))),
     "a value: another type": _holds("epoch", _saved({"not": "a number"})),
     "a value: escapes": _holds("text", _saved(ESCAPES)),
-    "a value cut short": _place("text", length=3),
-    "a value of a terabyte": _place("text", length=2**40),
-    "a value before its file": _place("text", offset=-4096),
-    "a tensor of a terabyte": _place("x.one", length=2**40),
-    "a tensor before its file": _place("x.one", offset=-4096),
-    "offsets that are no numbers": _place("x.one", offset="0", length="1"),
-    "offsets beyond 64 bits": _place("x.one", offset=2**70, length=2**70),
+    "a value cut short": place("text", length=3),
+    "a value of a terabyte": place("text", length=2**40),
+    "a value before its file": place("text", offset=-4096),
+    "a tensor of a terabyte": place("x.one", length=2**40),
+    "a tensor before its file": place("x.one", offset=-4096),
+    "offsets that are no numbers": place("x.one", offset="0", length="1"),
+    "offsets beyond 64 bits": place("x.one", offset=2**70, length=2**70),
     **{
-        f"a file named {path[:20]!r}": _place(name, relative_path=path)
+        f"a file named {path[:20]!r}": place(name, relative_path=path)
         for path in ("../../outside/precious", "/etc/passwd", "a/../../x", "", ".", ESCAPES, "x" * 5000)
         for name in ("x.one", "text")
     },
-    "a file named 7": _place("x.one", relative_path=7),
-    "a file named by a list": _place("x.one", relative_path=["a"]),
+    "a file named 7": place("x.one", relative_path=7),
+    "a file named by a list": place("x.one", relative_path=["a"]),
     "a tensor of 2^60 elements": _described("x.one", size=torch.Size([2**60])),
     "a size that is a list of texts": _described("x.one", size=["a", "b"]),
     "a size below zero": _described("x.large", size=(-1, 16)),

@@ -6,10 +6,8 @@ import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
@@ -22,7 +20,6 @@ OUTSIDE = "CKPTMAN_FAULTS_OUTSIDE"
 """The environment variable with a folder outside of the root, which nothing may touch."""
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202egnp.\u2066x\u2069\u200f\x00"
 """Text that clears a terminal, renames its window, and turns the direction of what follows."""
-Make = Callable[[Path], Any]
 
 
 def _manifest(**changes):
@@ -204,6 +201,7 @@ def _links_within(root):
 
 def _half_outside(root):
     (outside() / "outcome.json.tmp-1-0123abcd").symlink_to("precious")
+    (outside() / "lease-0a1b2c3d.json").symlink_to("nowhere")  # which counts as one that is over
     (root / ".ckptman").symlink_to(outside())
 
 

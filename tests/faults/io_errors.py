@@ -1,4 +1,4 @@
-"""Errors and delays injected into every operation of a save, and into every system call of a read.
+"""Errors and delays injected into every operation of a save, a prune and a copy, and into every system call of a read.
 
 A read that fails is an error, never "nothing there", and never other bytes than were saved.
 """
@@ -11,16 +11,23 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 
-from ckptman.io.durable_files import Disk
-from tests.faults.crash import EveryDisk
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
+from ckptman.errors import RootError
+from ckptman.format.paths import step_folder
+from ckptman.io.durable_files import DISK, Disk
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint
+from tests.faults.crash import STORES, Store, goes_on, held
 from tests.faults.disks import CASE_SECONDS, WAYS, fail_and_go_on, judge_save
 from tests.faults.limits import Ended, in_child, limit
 from tests.faults.reads import READS, judge_read
 from tests.faults.subject import save_versions
-from tests.helpers.faulty_disk import WHEN, Fault
+from tests.helpers.checkpoints import commit, note_in
+from tests.helpers.faulty_disk import WHEN, Fault, FaultyDisk, faults
 
 OPERATIONS = 18
 """About as many as a save has: beyond it, the fault is injected until it is not reached any more."""
@@ -37,11 +44,14 @@ def run(tally):
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         home = Path(folder)
         errors_while_saving(tally, home)
+        for number, name in enumerate(STORES):
+            errors_in_a_store(tally, name, STORES[name], home / f"store-{number}")
+        errors_in_a_copy(tally, home / "copy")
         errors_while_reading(tally, home)
         latency(tally, home, longest_seconds=5 * tally.share**2)
 
 
-class FailingDisk(EveryDisk):
+class FailingDisk(FaultyDisk):
     """Fails once, at an operation counted from when it is `armed`."""
 
     def __init__(self, fault):
@@ -74,6 +84,69 @@ def errors_while_saving(tally, home):
             shutil.rmtree(root)
             if not disk.reached:
                 break
+
+
+def faults_of(tally, operations, when=WHEN):
+    """Each error in the place of each operation, in its middle and after it, without end; the share of a tally."""
+    for number, fault in enumerate(faults(when=when)):
+        if number >= operations * len(when) or tally.takes():
+            yield Fault(fault.at, fault.when, ERRORS[fault.at % len(ERRORS)])
+
+
+def errors_in_a_store(tally, name, scene, folder):
+    """Each operation of a save, a deletion or a prune fails: what raises nothing has done all of it."""
+    world = folder / "before"
+    world.mkdir(parents=True)
+    scene.before(world)
+    for fault in faults_of(tally, OPERATIONS):
+        root, disk = shutil.copytree(world, folder / "world") / "root", FaultyDisk(fault)
+        with tally.fault(f"{name}: {fault}", "an error in a store"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* could not be removed")
+            try:
+                scene.work(root, disk)
+                failed = False
+            except OSError as error:
+                failed = tally.check(error.errno == fault.error, "other", f"{error} came of {fault}")
+            before, state, after = scene.states[0], held(root), scene.states[-1]
+            # A deletion that fails does not keep the others from being done.
+            known = state in scene.states or after.items() <= state.items() <= before.items()
+            good = tally.check(known, "lost", f"{state} instead of one of {scene.states}")
+            good &= tally.check(failed or state == after, "other", f"nothing was told, and {state} is there")
+            if good and goes_on(tally, root):
+                tally.refused, tally.harmless = tally.refused + failed, tally.harmless + (not failed)
+        shutil.rmtree(root.parent)
+        if not disk.struck:
+            break
+
+
+def errors_in_a_copy(tally, folder):
+    """Each operation of a copy fails: it says so, what is there stays, and the next copy is whole."""
+    source = folder / "source"
+    commit(source, 200, rows=3000)
+
+    def copy(root, disk):
+        copy_checkpoint(Catalog(source).entry(200), LocalBackend(root, disk), CopyOptions(threads=1))
+
+    world = folder / "before"
+    scene = Store(lambda root: commit(root, 100), copy)
+    scene.before(world)
+    for fault in faults_of(tally, 30, ("before",)):
+        root, disk = shutil.copytree(world, folder / "world") / "root", FaultyDisk(fault)
+        with tally.fault(f"a copy: {fault}", "an error in a copy"):
+            try:
+                copy(root, disk)
+                tally.survive()
+            except RootError as error:
+                tally.refuse(error)
+            tally.check(held(root) in scene.states, "lost", f"{held(root)} instead of one of {scene.states}")
+            if 200 in held(root):
+                proof = note_in(root / step_folder(200))
+                tally.check(proof and proof.every_byte, "other", "the copy counts and is not proved")
+            copy(root, DISK)
+            tally.check(held(root) == scene.states[-1], "lost", f"copied again, {held(root)} is there")
+        shutil.rmtree(root.parent)
+        if not disk.struck:
+            break
 
 
 def errors_while_reading(tally, home):

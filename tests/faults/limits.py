@@ -1,7 +1,5 @@
 """Bounds of a case: seconds, memory, and a process of its own where it may die, hang, or eat what there is."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

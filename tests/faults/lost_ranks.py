@@ -13,20 +13,17 @@ import time
 import warnings
 from itertools import count, product
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
 
 import ckptman
-from tests.faults.crash import EveryDisk
 from tests.faults.disks import WAYS
 from tests.faults.kills import fill, sharded
 from tests.faults.mutants import apply
 from tests.faults.subject import blank, open_run, version_of
-from tests.helpers.faulty_disk import holds
+from tests.helpers.faulty_disk import FaultyDisk, holds
 from tests.helpers.ranks import RankError, say, start_ranks
 
-Way = Literal["dies", "is stopped", "has a disk that hangs"]
 TIMEOUT_SECONDS = 2.0
 """What the runs here are told to wait for each other."""
 SLACK_SECONDS = 4.0
@@ -44,7 +41,7 @@ WHAT = (
 )
 
 
-class TrapDisk(EveryDisk):
+class TrapDisk(FaultyDisk):
     """At operation `at`, counted from when it is armed, something happens to this process."""
 
     def __init__(self, way, at, note):

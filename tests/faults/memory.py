@@ -4,11 +4,10 @@ A run goes on from what counted there, bit for bit, or from the older one on the
 death what counts is the last one that was told, or a later one that came to be whole.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
+import threading
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,17 +18,18 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 import ckptman
-from tests.end_to_end import test_memory_kills
 from tests.faults.damage import _folder, _resize, _zero
 from tests.faults.deaths import CASE_SECONDS, die_everywhere, impatient
-from tests.faults.kills import fill, gathered_version, kill_one, sharded
+from tests.faults.kills import fill, gathered_version, one_kill, sharded
 from tests.faults.limits import limit
 from tests.faults.mutants import apply
 from tests.faults.powercut import LOSSES
 from tests.faults.regions import draw, flip, regions_of
 from tests.faults.subject import blank, content, open_run, version_of
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import RankError, run_ranks, say
 
+NODES = 3
+"""Of the runs that are killed."""
 OLD, NEW = 1, 2
 """Steps: on disk, and in memory alone. Each is the version of its number."""
 NO_NEWS = ("manifest.json missing", "the folder missing")
@@ -43,8 +43,8 @@ def run(tally):
         die_everywhere(tally, "memory: deaths", Saves(), Path(folder, "deaths"), losses=LOSSES[:1])
         damage(tally, Path(folder, "one"), ranks=1, flips=400)
         damage(tally, Path(folder, "two"), ranks=2, flips=60)
-        Path(folder, "kills").mkdir()
-        kill_one(tally, "memory: kills", test_memory_kills.kill_again_and_again, Path(folder, "kills"), 60, 2)
+        for ranks in (3, 6):
+            kill_nodes(tally, Path(folder, f"kills-{ranks}"), ranks, tally.count(30))
     with tempfile.TemporaryDirectory(prefix="faults-memory-", dir="/var/tmp") as folder:
         die_everywhere(tally, "local disk: deaths", Saves(), Path(folder, "deaths"))
 
@@ -256,3 +256,59 @@ class Saves:
             and good
         ):
             tally.survive()
+
+
+# ---- kills ---------------------------------------------------------------------------------------------------------
+
+
+def kill_nodes(tally, folder, ranks, kills):
+    """Kill a rank, a node with all that it holds, or all ranks at a random moment, and the others soon after.
+
+    The next start goes on from what counted, and it is bit for bit what was saved.
+    """
+    folder.mkdir()
+    for number in range(kills):
+        what, node = tally.dice.choice(("rank", "node", "all")), tally.dice.randrange(NODES)
+        of_node = [rank for rank in range(ranks) if _node(rank, ranks) == node]
+        first = {"rank": of_node[:1], "node": of_node, "all": range(ranks)}[what]
+        with tally.fault(f"kill {number} of {ranks} ranks: {what}, node {node}", "memory: kills"):
+            try:
+                one_kill(tally.dice, ranks, first, 1.0, churn, folder, tally.mutant)
+                for held in folder.glob(f"memory/ckptman-*/*-n{node}") if what == "node" else ():
+                    shutil.rmtree(held)
+                one_kill(tally.dice, ranks, first, 0.0, churn, folder, tally.mutant)
+            except RankError as error:
+                tally.fail("hang" if "in time" in str(error) else "lost", str(error)[-700:])
+            else:
+                tally.survive()
+
+
+def _node(rank, ranks):
+    return rank * NODES // ranks
+
+
+def churn(folder, mutant):
+    """One rank: restore what counted, check every bit, then save again and again, to memory mostly, until killed."""
+    apply(mutant)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    os.environ["SLURMD_NODENAME"] = f"n{_node(rank, ranks)}"
+    told = folder / "told"
+    counted = max(map(int, told.read_text().split()), default=0) if told.exists() else 0
+    dist.barrier()  # all have read it
+    path, state = folder / "memory", sharded(blank())
+    path.mkdir(exist_ok=True)
+    memory = ckptman.MemoryTier(ckptman.EverySteps(2), path=path)
+    with quiet(), open_run(folder / "root", state, memory=memory, save_policy=ckptman.EverySteps(12)) as run:
+        start = run.restore()
+        assert start >= counted, f"step {counted} counted in memory, and the run went on from {start}"
+        assert not start or gathered_version(state) == start, f"step {start} was restored as something else"
+        say("restored")
+        for step in range(start + 1, 10**6):
+            fill(state, step)
+            try:
+                run.step(step)
+            except ckptman.CkptmanError:  # others were killed first
+                threading.Event().wait()
+            if (counts := run._memory.saves._manifest) is not None:
+                with told.open("ab", buffering=0) as file:
+                    file.write(b"%d\n" % counts.step)

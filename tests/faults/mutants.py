@@ -3,8 +3,6 @@
 Each mutant takes one guard away, in the process that calls `apply`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

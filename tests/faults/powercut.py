@@ -12,12 +12,9 @@ import stat
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
-Loss = Literal["nothing", "everything", "bytes", "some"]
 LOSSES = ("nothing", "everything", "bytes", "some")
 """What is lost of the unflushed: nothing (a kill), everything, bytes but no names (delayed allocation), any part."""
-Names = dict[str, int]
 
 
 class Flushes:

@@ -33,14 +33,16 @@ def _restore(root):
     return start
 
 
-def cli(*arguments):
-    def work(root):
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = main([arguments[0], str(root), *arguments[1:]])
-        return f"{code} {said.getvalue()}"
+def command(*arguments):
+    """Run `ckptman` in this process: its exit code, and all that it says."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main([str(each) for each in arguments])
+    return code, said.getvalue()
 
-    return work
+
+def cli(verb, *options):
+    return lambda root: " ".join(map(str, command(verb, root, *options)))
 
 
 READS = {

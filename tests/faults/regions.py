@@ -3,8 +3,6 @@
 from ckptman.format.paths import CHUNKS, INDEX, MANIFEST, METADATA
 from ckptman.loading.checkpoint_reader import SavedState
 
-Range = tuple[str, int, int]
-"""A file, and bytes [low, high) of it."""
 _WHOLE = {MANIFEST: "manifest", METADATA: ".metadata", INDEX: "index", CHUNKS: "chunk table"}
 _BY_PREFIX = {"blocks-": "block digests", "values-": "values of a rank"}
 

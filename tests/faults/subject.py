@@ -1,7 +1,5 @@
 """What the campaign saves: a small state of every kind whose version can be told from any of its bytes."""
 
-from typing import Any
-
 import torch
 
 import ckptman
@@ -9,7 +7,6 @@ from ckptman.io.durable_files import DISK
 from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to
 
-State = dict[str, Any]
 POISON = 0xA5
 """What tensors are filled with before a load: a value that reaches them is seen."""
 _MARK = "not loaded"

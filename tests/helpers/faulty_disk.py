@@ -97,6 +97,9 @@ class FaultyDisk(Disk):
             lambda: Disk.write_at(self, fd, data[: len(data) // 2 & -4096], offset),
         )
 
+    def reserve(self, fd: int, size: int) -> None:
+        self._do("reserve", lambda: Disk.reserve(self, fd, size))
+
     def sync_file(self, fd: int) -> None:
         self._do("sync_file", lambda: Disk.sync_file(self, fd))
 

@@ -1,4 +1,4 @@
-"""What plain DCP wrote is read without trust: its values of numpy, its tables, its archives, its links.
+"""What plain DCP wrote is read without trust: its pickles, its values of numpy, its tables, its archives, its links.
 
 Each attack here did its harm once, to torch, to numpy or to us.
 """
@@ -17,20 +17,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata as dcp_metadata
 
 import ckptman
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.diff.digest_compare import digests_agree
 from ckptman.format.index import Index
 from ckptman.format.pickle_guard import HostilePickle, check_pickle
 from ckptman.format.torch_zip import records
 from ckptman.loading import restricted_unpickler as foreign
-from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.loading.restricted_unpickler import load_plain, read_foreign_metadata
 from tests.faults import hostile_foreign
-from tests.faults.hostile_ours import container_of
-from tests.faults.hostile_pickles import BOMBS, POINTERS, SLOW, array, call, dtype, latin, text, whole
+from tests.faults.hostile_ours import container_of, zip_bomb
+from tests.faults.hostile_pickles import BOMBS, CANARY, COMMANDS, POINTERS, SLOW, array, call, dtype, latin, text, whole
 from tests.helpers.checkpoints import commit
 
 
@@ -148,11 +145,26 @@ def test_other_values_are_as_before(value):
         check_pickle(pickle.dumps([value, value], protocol))
 
 
+@pytest.mark.parametrize("protocol", range(6))
+def test_pickles_that_picklers_make_are_let_pass(protocol):
+    shared = (1, (2, "x"))
+    value = [shared] * 1000, {shared: {3}, "f": frozenset([4])}, 2.5, 2**100, b"raw", None, True, "\u00e4"
+    check_pickle(pickle.dumps(value, protocol))
+    check_pickle(pickle.dumps(list(range(10_000)), protocol))
+
+
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("name", POINTERS)
-def test_numpy_is_given_nothing_to_follow(name):
-    refused(container_of(POINTERS[name]), "nothing of it was run")
-    refused(container_of(whole(b"]" + POINTERS[name][2:-1] + b"a")), "nothing of it was run")
+@pytest.mark.parametrize("name", [*COMMANDS, *BOMBS])
+def test_no_pickle_runs_anything_or_takes_for_ever(tmp_path, name, monkeypatch):
+    monkeypatch.setenv(CANARY, str(tmp_path / "canary"))
+    data = {**COMMANDS, **BOMBS}[name]
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(ckptman.CorruptError, match="nothing of it was run"):
+        read_foreign_metadata(tmp_path / ".metadata")
+    in_a_list = [container_of(whole(b"]" + data[2:-1] + b"a"))] if name in POINTERS else []
+    for container in (container_of(data), data, *in_a_list):
+        refused(container, "nothing of it was run")
+    assert not (tmp_path / "canary").exists()
 
 
 def test_what_the_attacks_are_made_of_does_load():
@@ -182,14 +194,6 @@ class Fraction:
         self.part = part
 
 
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("name", SLOW)
-def test_bytes_are_written_in_one_encoding_and_no_other(name):
-    refused(container_of(SLOW[name]), "nothing of it was run")
-    with pytest.raises(HostilePickle):
-        check_pickle(SLOW[name])
-
-
 def test_a_unit_of_time_is_one_of_numpys():
     numbers = b"K\x04" + text("<") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00"
     for unit, count in ((b"ns]f8", b"K\x01"), (b"parsecs", b"K\x01"), (b"s", b"J\xff\xff\xff\xff"), (b"s", text("1"))):
@@ -211,26 +215,11 @@ def test_a_sparse_tensor_points_to_none_but_its_own_elements():
 # ---- what .metadata is made of -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a table that shows nothing of itself",
-        "a file of two paths",
-        "a member of an enumeration that is changed",
-        "a file in a folder that is a link",
-        "a module that torch loads late",
-    ],
-)
-def test_what_is_described_leaves_the_folder_by_no_trick(plain, name, monkeypatch):
-    (plain.parent / "outside").mkdir()
-    (plain.parent / "outside" / "precious").write_bytes((plain / "__0_0.distcp").read_bytes())
-    monkeypatch.setenv("CKPTMAN_FAULTS_OUTSIDE", str(plain.parent / "outside"))
-    hostile_foreign.FOLDERS[name](plain)
-    with pytest.raises(ckptman.CorruptError):
+@pytest.mark.parametrize("path", ["../../x", "/etc/passwd", "a/../../x", "", "a//b"])
+def test_what_is_described_is_in_the_folder(plain, path):
+    hostile_foreign.place("x.one", relative_path=path)(plain)
+    with pytest.raises(ckptman.CorruptError, match="outside the checkpoint folder"):
         read_foreign_metadata(plain / ".metadata")
-    with pytest.raises(ckptman.CorruptError):
-        ckptman.load({"x": {"one": torch.zeros(5)}, "text": "", "epoch": 0}, plain)
-    assert dcp_metadata._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value == 0
 
 
 def test_a_pickle_can_change_nothing_but_what_it_makes():
@@ -284,19 +273,23 @@ def test_what_torch_loads_late_stays_unloaded(tmp_path):
 
 
 def test_torch_and_zipfile_read_the_same_archive():
-    data = hostile_foreign.two_directories(2)
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        assert archive.read("archive/data.pkl") == b"\x80\x02K\x05."
-    assert len(torch.load(io.BytesIO(data), weights_only=True)) == 2 << 20, "it must be able to deceive"
-    refused(data, "not an archive from its first byte")
+    """Of two archives in one file torch would read the one that zipfile does not, and a pickle ahead of one."""
+    deceiving = hostile_foreign.two_directories(2)
+    assert len(torch.load(io.BytesIO(deceiving), weights_only=True)) == 2 << 20, "it must be able to deceive"
+    for data in (deceiving, hostile_foreign.behind_a_pickle(whole(b"K\x07"))):
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            assert archive.read("archive/data.pkl") == b"\x80\x02K\x05."
+        refused(data, "not an archive from its first byte")
 
 
-def test_torch_reads_the_pickle_that_was_checked():
-    """What does not begin with an archive is read by torch as it was of old: from its first byte."""
-    data = hostile_foreign.behind_a_pickle(whole(b"K\x07"))
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        assert archive.read("archive/data.pkl") == b"\x80\x02K\x05."
-    refused(data, "not an archive from its first byte")
+def test_an_archive_is_as_torch_writes_it():
+    data = saved({"a": (1, 2.5)})
+    refused(zip_bomb(4), "compressed")
+    twice = io.BytesIO(data)
+    with warnings.catch_warnings(), zipfile.ZipFile(twice, "a") as archive:
+        warnings.simplefilter("ignore")
+        archive.writestr(next(each for each in archive.namelist() if each.endswith("data.pkl")), b"N.")
+    refused(twice.getvalue(), "names that")
 
 
 def test_an_archive_ends_where_its_directory_does():
@@ -345,24 +338,6 @@ def test_no_link_is_followed_out_of_the_folder(plain, name):
 
 
 @pytest.mark.timeout(20)
-def test_a_link_to_itself_is_refused(plain):
-    (plain / "__0_0.distcp").unlink()
-    (plain / "__0_0.distcp").symlink_to("__0_0.distcp")
-    with pytest.raises((ckptman.CorruptError, OSError)):
-        ckptman.load({"x": {"one": torch.zeros(5)}}, plain)
-
-
-@pytest.mark.timeout(20)
-def test_no_pipe_is_waited_for_where_digests_are_compared(tmp_path):
-    for name in ("a", "b"):
-        ckptman.save({"x": torch.ones(5), "y": torch.full((5,), float(name == "a"))}, tmp_path / name)
-    (tmp_path / "a" / "blocks-00000.bin").unlink()
-    os.mkfifo(tmp_path / "a" / "blocks-00000.bin")
-    a, b = (SavedState.read(tmp_path / name) for name in ("a", "b"))
-    assert not digests_agree(a, b, "x")
-
-
-@pytest.mark.timeout(20)
 def test_a_place_opens_files_and_nothing_else(tmp_path):
     entry = commit(tmp_path, 1)
     original = LocalBackend(tmp_path).open(entry)
@@ -377,7 +352,6 @@ def test_a_place_opens_files_and_nothing_else(tmp_path):
 
 def test_the_attacks_are_pickles():
     """A test of the tests: what is refused is refused for what it asks, and not for being cut short."""
-    for name, data in {**SLOW, **POINTERS}.items():
-        assert BOMBS[name] == data
+    for data in {**SLOW, **POINTERS}.values():
         pickletools.dis(data, io.StringIO())
     pickletools.dis(hostile_foreign.ENUM_CHANGED, io.StringIO())

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import functools
 import os
 import shutil
 
@@ -18,9 +17,7 @@ from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import ExistsError, NotFoundError, RootError
-from ckptman.format.manifest import read_manifest
 from ckptman.io.durable_files import Disk
-from ckptman.io.safe_open import read_regular
 from ckptman.policies.retention_rules import KeepLast
 from ckptman.policies.tiers import Tier
 from ckptman.transfer.copy import CopyOptions, copy_checkpoint
@@ -33,12 +30,30 @@ from tests.transfer.test_copy_to_folder import a_copy_of, a_run_in
 __all__ = ["root"]
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+LOST = "step-0000000070"
 
 
-def test_a_root_that_is_full_is_drained_all_the_same(root, monkeypatch, capsys):
+@pytest.fixture
+def far(root):
+    """The folder of a tier that is to get everything."""
+    write_tiers(root, [Tier(root.parent / "far")])
+    return root.parent / "far"
+
+
+def refuse(monkeypatch, owner, name, error, where):
+    """Have a function raise an error for the first arguments that `where` says so of. It names what it was given."""
+    real = getattr(owner, name)
+
+    def refusing(subject, *arguments, **options):
+        if where(subject):
+            raise OSError(error, os.strerror(error), str(subject))
+        return real(subject, *arguments, **options)
+
+    monkeypatch.setattr(owner, name, refusing)
+
+
+def test_a_root_that_is_full_is_drained_all_the_same(root, far, monkeypatch, capsys):
     """A drain is what makes room there."""
-    far = Tier(root.parent / "far")
-    write_tiers(root, [far])
     replace_file = Disk.replace_file
 
     def full(self, path, data):
@@ -51,7 +66,7 @@ def test_a_root_that_is_full_is_drained_all_the_same(root, monkeypatch, capsys):
     told = capsys.readouterr()
     assert "drained.json cannot be written (No space left" in told.err
     assert "Copied 8 checkpoints" in told.out
-    assert len(steps(root.parent / "far")) == 8
+    assert len(steps(far)) == 8
 
 
 def test_a_tier_that_takes_no_rollback_keeps_no_other_from_being_filled(root, monkeypatch, capsys):
@@ -61,45 +76,26 @@ def test_a_tier_that_takes_no_rollback_keeps_no_other_from_being_filled(root, mo
     for each in (near, far):
         shutil.rmtree(each / ".ckptman")
         (each / ".ckptman").mkdir()
-
-    hand_on = LocalBackend.hand_on
-
-    def refused(place, rollbacks):
-        if place.root == near:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(near))
-        hand_on(place, rollbacks)
-
-    monkeypatch.setattr(LocalBackend, "hand_on", refused)
+    refuse(monkeypatch, LocalBackend, "hand_on", errno.EACCES, lambda place: place.root == near)
     assert main(["drain", str(root)]) == 10
     assert f"{near} cannot be looked at, or written to: Permission denied" in capsys.readouterr().err
     assert steps(near) == []
     assert len(steps(far)) == 7
 
 
-def test_what_cannot_be_read_in_the_root_keeps_nothing_else_from_being_copied(root, monkeypatch):
-    def closed(path, most_bytes):
-        if path.parent.name == "step-0000000070":
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return read_regular(path, most_bytes)
-
-    monkeypatch.setattr(copysource, "read_regular", closed)
+def test_a_file_that_cannot_be_read_keeps_no_other_checkpoint_from_being_copied(root, monkeypatch):
+    refuse(monkeypatch, copysource, "read_regular", errno.EIO, lambda path: path.parent.name == LOST)
     done = drain(root, Tier(root.parent / "far"))
     assert [each.task.entry.step for each in done if isinstance(each.error, RootError)] == [70]
     assert steps(root.parent / "far") == [10, 20, 30, 40, 50, 60, 80]
 
 
-def test_a_checkpoint_that_may_not_be_looked_at_keeps_no_other_from_being_copied(root, monkeypatch, capsys):
-    def closed(folder):
-        if folder == root / "step-0000000070":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-        return read_manifest(folder)
-
-    write_tiers(root, [Tier(root.parent / "far")])
-    monkeypatch.setattr(catalogue, "read_manifest", closed)
+def test_a_checkpoint_that_may_not_be_looked_at_keeps_no_other_from_being_copied(root, far, monkeypatch, capsys):
+    refuse(monkeypatch, catalogue, "read_manifest", errno.EACCES, lambda folder: folder == root / LOST)
     for _ in range(2):
         assert main(["drain", str(root)]) == 10
-        assert f"{root / 'step-0000000070'} cannot be read" in capsys.readouterr().err
-    assert steps(root.parent / "far") == [10, 20, 30, 40, 50, 60, 80]
+        assert f"{root / LOST} cannot be read" in capsys.readouterr().err
+    assert steps(far) == [10, 20, 30, 40, 50, 60, 80]
 
 
 def test_what_a_newer_ckptman_wrote_to_a_tier_is_not_replaced(root):
@@ -128,17 +124,11 @@ def test_what_a_newer_ckptman_wrote_to_the_root_is_not_replaced_by_what_a_store_
 
 
 def test_a_mount_that_fails_is_a_tier_that_cannot_be_looked_at(root, monkeypatch):
-    far = Tier(root.parent / "far")
-    drain(root, far)
-    place = TieredBackend(root, [far])
+    far = root.parent / "far"
+    drain(root, Tier(far))
+    place = TieredBackend(root, [Tier(far)])
     for name in ("stat", "lstat"):
-
-        def stale(ask, path, *arguments, **named):
-            if str(path).startswith(str(far)):
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-            return ask(path, *arguments, **named)
-
-        monkeypatch.setattr(os, name, functools.partial(stale, getattr(os, name)))
+        refuse(monkeypatch, os, name, errno.ESTALE, lambda path: str(path).startswith(str(far)))
     with pytest.warns(RuntimeWarning, match="cannot be looked at"):
         assert len(place.list()) == 8
 
@@ -154,14 +144,12 @@ def test_a_run_in_a_tier_is_an_error_and_another_drain_is_none(root, monkeypatch
     assert f"{far}: step 80: another process is at work there" in told.out
 
 
-def test_a_tier_whose_mount_goes_away_is_not_made_anew_below_it(root):
-    far = Tier(root.parent / "far")
-    write_tiers(root, [far])
-    plan = plan_drain(root, [far])
-    shutil.rmtree(root.parent / "far")
+def test_a_tier_whose_mount_goes_away_is_not_made_anew_below_it(root, far):
+    plan = plan_drain(root, [Tier(far)])
+    shutil.rmtree(far)
     done = list(carry_out(root, plan, lambda task: contextlib.nullcontext(CopyOptions())))
     assert {type(each.error) for each in done} == {NotFoundError}
-    assert not (root.parent / "far").exists()
+    assert not far.exists()
 
 
 def test_a_tier_that_is_full_of_what_its_rules_no_longer_keep_gets_room(root, monkeypatch):
@@ -181,14 +169,12 @@ def test_a_tier_that_is_full_of_what_its_rules_no_longer_keep_gets_room(root, mo
     assert drain(root, far)[0].copied is not None
 
 
-def test_what_crashes_left_in_a_tier_that_keeps_everything_is_cleared(root):
-    far = Tier(root.parent / "far")
-    write_tiers(root, [far])
+def test_what_crashes_left_in_a_tier_that_keeps_everything_is_cleared(root, far):
     for left in ("tmp-copy-0123456789abcdef", "trash-drain01234567-0"):
-        shutil.copytree(root / "step-0000000010", root.parent / "far" / f"step-0000000010.{left}")
-    drain(root, far)
-    assert {path.name for path in (root.parent / "far").iterdir() if "." in path.name} == {".ckptman"}
-    assert len(steps(root.parent / "far")) == 8
+        shutil.copytree(root / "step-0000000010", far / f"step-0000000010.{left}")
+    drain(root, Tier(far))
+    assert {path.name for path in far.iterdir() if "." in path.name} == {".ckptman"}
+    assert len(steps(far)) == 8
 
 
 def test_what_is_on_its_way_to_a_store_is_no_checkpoint_that_a_restore_misses(root):
