@@ -149,13 +149,6 @@ def test_the_first_attempt_measures_a_save_and_then_trains_on_until_shortly_befo
     assert "1.5 x save of " in last[1]
 
 
-def test_the_next_attempt_knows_what_a_save_took_and_needs_none_to_measure(tmp_path):
-    train(tmp_path, None, ckptman.AtStep(3))
-    [(steps, reason)] = train(tmp_path, 100.0, ckptman.BeforeDeadline())
-    assert 40 < steps <= 70
-    assert "1.5 x save of " in reason
-
-
 def test_the_next_attempt_goes_by_the_journal(tmp_path):
     train(tmp_path, None, ckptman.AtStep(3))
     journal = Journal(journal_path(tmp_path))

@@ -162,17 +162,6 @@ def test_nested_blocks_the_second_signal_reaches_the_outermost_disposition():
         send(signal.SIGINT)
 
 
-def test_a_signal_before_the_first_statement_of_the_body_is_seen():
-    class Early(SignalHandler):
-        def __enter__(self):
-            entered = super().__enter__()
-            send(signal.SIGTERM)
-            return entered
-
-    with Early() as signals:
-        assert signals.received is signal.SIGTERM
-
-
 def test_a_signal_between_two_handlers_being_set_is_seen(monkeypatch):
     real = signal.signal
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
 import threading
@@ -91,49 +92,37 @@ def assert_tidy(root, *kept):
     assert names(root) == list(kept)
 
 
-at_any_time = pytest.mark.parametrize("after", [False, True], ids=["before the look", "after the look"])
+COMES = {
+    "another": lambda source, final: commit(final.parent, 200),
+    "the same": lambda source, final: shutil.copytree(source / STEP, final),
+    "a folder": lambda source, final: (final.mkdir(), (final / "mine").touch()),
+    "a file": lambda source, final: final.write_text("mine"),
+    "a link": lambda source, final: final.symlink_to(source.parent),
+}
 
 
-@at_any_time
-def test_another_checkpoint_that_was_there_first_stays(after, source, root):
-    told = f"{STEP} came to be there meanwhile, and is another.*--overwrite"
-    with pytest.raises(ExistsError, match=told):
-        copy(source, root, disk=Late(lambda: commit(root, 200), after=after))
-    first = holds(root)
-    assert first.keys() == {200}
-    assert first[200] != holds(source)[200]
-    with pytest.raises(ExistsError):
-        copy(source, root)
-    assert holds(root) == first
-    assert_tidy(root, STEP)
-    copy(source, root, overwrite=True)
-    assert holds(root)[200] == holds(source)[200]
-    assert_tidy(root, STEP)
-
-
-@at_any_time
-def test_where_it_is_the_same_checkpoint_the_next_copy_has_nothing_to_do(after, source, root):
-    with pytest.raises(ExistsError):
-        copy(source, root, disk=Late(lambda: shutil.copytree(source / STEP, root / STEP), after=after))
-    assert holds(root)[200] == holds(source)[200]
-    assert copy(source, root).already
-    assert_tidy(root, STEP)
-
-
-@pytest.mark.parametrize("kind", ["empty", "file", "link"])
-@at_any_time
-def test_what_is_no_checkpoint_and_came_first_is_not_replaced_either(after, kind, source, root, tmp_path):
-    final = root / STEP
-    make = {
-        "empty": lambda: (final.mkdir(), (final / "mine").touch()),
-        "file": lambda: final.write_text("mine"),
-        "link": lambda: final.symlink_to(tmp_path),
-    }[kind]
-    with pytest.raises((ExistsError, RootError)):
-        copy(source, root, disk=Late(make, after=after))
-    assert not (final / MANIFEST).exists()
-    assert final.is_symlink() == (kind == "link")
-    assert final.is_file() == (kind == "file")
+@pytest.mark.parametrize("after", [False, True], ids=["before the look", "after the look"])
+@pytest.mark.parametrize("kind", COMES)
+def test_what_came_there_first_stays(after, kind, source, root):
+    final, own = root / STEP, holds(source)[200]
+    with pytest.raises((ExistsError, RootError)) as told:
+        copy(source, root, disk=Late(lambda: COMES[kind](source, final), after=after))
+    if kind == "another":
+        assert re.search(f"{STEP} came to be there meanwhile, and is another.*--overwrite", str(told.value))
+        first = holds(root)
+        assert first[200] != own
+        with pytest.raises(ExistsError):
+            copy(source, root)
+        assert holds(root) == first
+        assert_tidy(root, STEP)
+        copy(source, root, overwrite=True)
+    if kind in ("another", "the same"):
+        assert isinstance(told.value, ExistsError)
+        assert holds(root) == {200: own}
+        assert copy(source, root).already
+    else:
+        assert not (final / MANIFEST).exists()
+        assert (final.is_symlink(), final.is_file()) == (kind == "a link", kind == "a file")
     assert_tidy(root, STEP)
 
 

@@ -87,44 +87,45 @@ def test_each_node_brings_its_share_and_one_commits(tmp_path):
     assert steps_of(Catalog(root).scan()) == [100, 120]
 
 
-def test_nodes_that_were_killed_between_commits_agree_on_the_newest(tmp_path):
+EVERY, OLDER = range(4), "step 110 is on disk, from the memory of 2 nodes"
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "has_manifest", "nodes", "late", "step", "why"),
+    [
+        # A node that comes late is waited for.
+        ({}, {"a": [0, 1], "b": [2, 3]}, "ab", None, "b", 120, None),
+        # Nodes that were killed between commits agree on the newest.
+        ({"b": EVERY}, {"a": [0, 1], "b": [2, 3]}, "a", None, "a", 120, None),
+        # What nobody has all of does not keep the one before from disk.
+        *(
+            (
+                {"a": [0, 1, 2], "b": [2, 3]},
+                {"b": [0, 1]},
+                "b",
+                2,
+                late,
+                110,
+                OLDER + "; step 120, which is newer, was not complete",
+            )
+            for late in ("", "a", "b")
+        ),
+        # A save that never ended keeps nobody waiting once all are there.
+        ({"a": EVERY, "b": EVERY}, {"a": [0, 1], "b": [0, 1]}, "", 2, "", 110, None),
+    ],
+)
+def test_nodes_agree_on_the_newest_that_they_have_all_of(tmp_path, older, newer, has_manifest, nodes, late, step, why):
     root = tmp_path / "root"
-    memories = nodes_with(tmp_path, 110, {"b": range(4)})
-    memories["a"] = memory_of(tmp_path / "shm", root, "a")
-    newer = commit(tmp_path / "made", 120, ranks=4).path
-    hold(memories["a"], newer, [0, 1])
-    hold(memories["b"], newer, [2, 3], manifest=False)
-    told = on_all(root, list(memories.values()), late=["a"])
-    assert {each.step for each in told.values()} == {120}
-    assert set(holds(root)) == {120}
-
-
-@pytest.mark.parametrize("late", [[], ["a"], ["b"]])
-def test_what_nobody_has_all_of_does_not_keep_the_one_before_from_disk(tmp_path, late):
-    root = tmp_path / "root"
-    memories = nodes_with(tmp_path, 110, {"a": [0, 1, 2], "b": [2, 3]})
-    newer = commit(tmp_path / "made", 120, ranks=4).path
-    hold(memories["b"], newer, [0, 1])
-    told = on_all(root, list(memories.values()), nodes=2, late=late)
-    assert set(holds(root)) == {110}
-    whys = {each.why for each in told.values()}
-    last = "step 110 is on disk, from the memory of 2 nodes"
-    # Node a, which has nothing of it, may see that b has gone.
-    assert whys - {last} == {f"{last}; step 120, which is newer, was not complete"}
-
-
-def test_a_save_that_never_ended_keeps_nobody_waiting_once_all_are_there(tmp_path):
-    root = tmp_path / "root"
-    memories = nodes_with(tmp_path, 110, {"a": range(4), "b": range(4)})
-    newer = commit(tmp_path / "made", 120, ranks=4).path
-    for memory in memories.values():
-        hold(memory, newer, [0, 1], manifest=False)
-    begun = time.monotonic()
-    told = on_all(root, list(memories.values()), nodes=2, timeout_seconds=100)
-    assert {each.step for each in told.values()} == {110}
-    assert time.monotonic() - begun < 30
-    only = flush(root, memories["a"], timeout_seconds=0.3)
-    assert only.why == "step 110 on disk is the same as in memory, or newer"
+    memories = nodes_with(tmp_path, 110, older)
+    checkpoint = commit(tmp_path / "made", 120, ranks=4).path
+    for node, ranks in newer.items():
+        memories.setdefault(node, memory_of(tmp_path / "shm", root, node))
+        hold(memories[node], checkpoint, ranks, manifest=node in has_manifest)
+    told = on_all(root, list(memories.values()), nodes=nodes, late=late, timeout_seconds=100 if nodes else 20)
+    assert {each.step for each in told.values()} == {step}
+    assert holds(root).keys() == {step}
+    if why is not None:  # node a, which has nothing of the newer one, may see that b has gone
+        assert {each.why for each in told.values()} - {OLDER} == {why}
 
 
 def test_what_is_missing_is_said_and_what_the_run_goes_on_from(tmp_path):
@@ -142,12 +143,6 @@ def test_what_is_missing_is_said_and_what_the_run_goes_on_from(tmp_path):
         flush(root, memories["a"], timeout_seconds=0.3)
     assert set(holds(root)) == {100}
     assert not left_in(root)
-
-
-def test_a_node_that_comes_late_is_waited_for(tmp_path):
-    memories = nodes_with(tmp_path, 120, {"a": [0, 1], "b": [2, 3]})
-    told = on_all(tmp_path / "root", list(memories.values()), late=["b"])
-    assert {each.step for each in told.values()} == {120}
 
 
 def test_a_part_whose_bytes_changed_comes_from_another_node(tmp_path):
