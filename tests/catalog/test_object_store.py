@@ -30,7 +30,6 @@ from ckptman.policies.retention_rules import KeepLast
 from ckptman.policies.tiers import Tier
 from ckptman.transfer import copy as copying
 from ckptman.transfer.copy import copy_checkpoint
-from ckptman.transfer.copy_bytes import move
 from ckptman.transfer.drain import prune_tier
 from tests.catalog.test_tiers import drain
 from tests.helpers.checkpoints import commit
@@ -87,18 +86,27 @@ def whole(place):
     return [entry.complete for entry in place.look()]
 
 
-def once_after(place, method, what, which=""):
-    """What somebody else does right after the first such request."""
-    original, done = getattr(place, method), list[int]()
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """Has somebody else do something right after, or right `before`, the first call of a function of an owner."""
 
-    def call(*arguments):
-        answer = original(*arguments)
-        if not done and which in str(arguments[0]):
-            done.append(1)
-            what()
-        return answer
+    def arrange(owner, name, what, *, before=False, which=""):
+        real = getattr(owner, name)
 
-    setattr(place, method, call)
+        def call(*arguments, **named):
+            if which not in str(arguments[:1]):
+                return real(*arguments, **named)
+            monkeypatch.setattr(owner, name, real)
+            if before:
+                what()
+            answer = real(*arguments, **named)
+            if not before:
+                what()
+            return answer
+
+        monkeypatch.setattr(owner, name, call)
+
+    return arrange
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------
@@ -284,12 +292,13 @@ def test_a_pinned_one_that_was_abandoned_stays_where_its_step_is_saved_again(tmp
 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("kind", ["memory", "s3"])
-def test_of_two_that_begin_at_once_one_is_told(ends, kind, root, other, place, request):
+def test_of_two_that_begin_at_once_one_is_told(ends, kind, root, other, place, meanwhile, request):
     if kind == "s3":
         place = ObjectBackend(f"s3://{request.getfixturevalue('bucket')}/runs")
     rival = ObjectBackend(place.url)
     begun = json.dumps({"tag": "f" * 16, "host": "elsewhere", "pid": 7}).encode()
-    once_after(place, "listing", lambda: upload(other, rival) if ends else rival.write(NOTE, begun), FOLDER)
+    begin = lambda: upload(other, rival) if ends else rival.write(NOTE, begun)  # noqa: E731
+    meanwhile(place, "listing", begin, which=FOLDER)
     with pytest.raises(ExistsError, match="another checkpoint"):
         upload(root, place)
     assert (NOTE in rival.listing()) is not ends
@@ -307,42 +316,30 @@ def test_objects_of_another_copy_that_was_begun_are_not_mixed(root, other, place
     assert whole(place) == [True]
 
 
-def test_the_same_copy_that_ended_meanwhile_is_enough(root, place):
-    once_after(place, "listing", lambda: upload(root, ObjectBackend(place.url)), FOLDER)
+def test_the_same_copy_that_ended_meanwhile_is_enough(root, place, meanwhile):
+    meanwhile(place, "listing", lambda: upload(root, ObjectBackend(place.url)), which=FOLDER)
     assert upload(root, place).already
     assert NOTE not in place.listing()
 
 
-def test_another_copy_that_ends_this_very_moment_is_left_alone(root, place, tmp_path, monkeypatch):
-    tidy = ObjectDraft.tidy
-
-    def late(draft):
-        monkeypatch.setattr(ObjectDraft, "tidy", tidy)
-        assert not upload(root, place).already
-        return tidy(draft)
-
-    monkeypatch.setattr(ObjectDraft, "tidy", late)
+def test_another_copy_that_ends_this_very_moment_is_left_alone(root, place, tmp_path, meanwhile):
+    copied = []
+    meanwhile(ObjectDraft, "tidy", lambda: copied.append(upload(root, place)), before=True)
     upload(root, place)
+    assert [each.already for each in copied] == [False]
     assert whole(place) == [True]
     copy_back(place, tmp_path / "back")
     assert holds(tmp_path / "back") == holds(root)
 
 
 @pytest.mark.parametrize("by", ["another", "nobody", "the same"])
-def test_what_was_taken_over_meanwhile_gets_no_manifest(by, root, place, monkeypatch):
+def test_what_was_taken_over_meanwhile_gets_no_manifest(by, root, place, meanwhile):
     take_over = {
         "another": lambda: place.write(NOTE, OF_ANOTHER),
         "nobody": lambda: place.remove(NOTE),
         "the same": lambda: upload(root, ObjectBackend(place.url)),
-    }[by]
-
-    def put(*arguments, **named):
-        moved = move(*arguments, **named)
-        monkeypatch.setattr(copying, "move", move)
-        take_over()
-        return moved
-
-    monkeypatch.setattr(copying, "move", put)
+    }
+    meanwhile(copying, "move", take_over[by])
     if by == "the same":
         assert not upload(root, place).already
     else:
@@ -351,28 +348,21 @@ def test_what_was_taken_over_meanwhile_gets_no_manifest(by, root, place, monkeyp
     assert whole(place) == [by == "the same"]
 
 
-def test_an_original_that_is_gone_takes_no_copy_of_somebody_else_with_it(root, place, tmp_path, monkeypatch):
-    def put(*arguments, **named):
-        monkeypatch.undo()
+def test_an_original_that_is_gone_takes_no_copy_of_somebody_else_with_it(root, place, tmp_path, meanwhile):
+    def go():
         upload(root, ObjectBackend(place.url))
         (root / FOLDER).rename(tmp_path / "gone")  # it is in the tier now, so it may go
         raise NotFoundError("it is gone")
 
-    monkeypatch.setattr(copying, "move", put)
+    meanwhile(copying, "move", go, before=True)
     with pytest.raises(GoneError):
         upload(root, place)
     assert whole(place) == [True]
 
 
-def test_objects_that_vanish_after_they_were_read_back_are_no_copy(root, place, monkeypatch):
+def test_objects_that_vanish_after_they_were_read_back_are_no_copy(root, place, meanwhile):
     """Another copy of the same checkpoint gives up: it takes what was put for its own."""
-    publish = ObjectDraft.publish
-
-    def too_late(draft, replace):
-        place.remove(DATA)
-        return publish(draft, replace)
-
-    monkeypatch.setattr(ObjectDraft, "publish", too_late)
+    meanwhile(ObjectDraft, "publish", lambda: place.remove(DATA), before=True)
     with pytest.raises(BusyError, match="removed or replaced"):
         upload(root, place)
     assert MANIFEST not in place.listing()
@@ -450,17 +440,11 @@ def test_one_write_that_fails_is_tried_again_from_the_front(tmp_path, place, mon
 
 
 @pytest.mark.parametrize("what", [["__1_0.distcp"], ["blocks-00001.bin"], ["__1_0.distcp", "manifest.json"], []])
-def test_what_is_deleted_while_it_is_copied_out_leaves_no_draft(what, root, place, tmp_path):
+def test_what_is_deleted_while_it_is_copied_out_leaves_no_draft(what, root, place, tmp_path, meanwhile):
     upload(root, place)
     (entry,) = place.look()
-    names, read = [f"{FOLDER}/{name}" for name in what] or list(place.listing()), place.read
-
-    def read_too_late(name, offset, size):
-        for each in names if name == names[0] else ():
-            place.remove(each)
-        return read(name, offset, size)
-
-    place.read = read_too_late
+    names = [f"{FOLDER}/{name}" for name in what] or list(place.listing())
+    meanwhile(place, "read", lambda: [place.remove(each) for each in names], before=True, which=names[0])
     with pytest.raises(GoneError, match=r"was removed, in part or as a whole.*copy again"):
         copy_checkpoint(entry, LocalBackend(tmp_path / "back"), source=place)
     assert Catalog(tmp_path / "back").leftovers() == []

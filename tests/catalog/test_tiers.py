@@ -292,7 +292,7 @@ def test_the_newest_wherever_it_is_and_the_nearest_copy_of_it(root, far):
     place = TieredBackend(root, [near, tier])
     best_first = [(entry.step, entry.path.parent.name) for entry in reversed(place.list())]
     assert best_first[:7] == [
-        *((80, "near"), (80, "far"), (70, "run"), (70, "far"), (60, "run"), (60, "near"), (60, "far")),
+        *((80, "near"), (80, "far"), (70, "run"), (70, "far"), (60, "run"), (60, "near"), (60, "far"))
     ]
     assert (50, "far") in best_first
     assert (50, "run") not in best_first
