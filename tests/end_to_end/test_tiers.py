@@ -15,7 +15,7 @@ from ckptman.catalog.backends.backend import open_backend
 from ckptman.catalog.backends.object_store import ObjectBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
-from ckptman.errors import CkptmanError, ConfigError, NotFoundError
+from ckptman.errors import CkptmanError, ConfigError
 from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
 from ckptman.session import drain_process
@@ -200,22 +200,8 @@ def test_a_tier_that_goes_away_does_not_end_the_run(tmp_path):
     assert events(root, "drain_failed")
 
 
-@here
-def test_nothing_is_started_over_where_the_only_tier_is_away(tmp_path):
-    root, far = tmp_path / "run", tmp_path / "far"
-    tiers = [ckptman.Tier(far)]
-    run(str(root), tiers, 20)
-    shutil.rmtree(far)
-    for step in steps(root):
-        shutil.rmtree(root / f"step-{step:010d}")
-    with pytest.raises(NotFoundError, match="far"):
-        run(str(root), tiers, 30)
-
-
 def test_what_is_no_tier_is_refused(tmp_path):
     for tiers in ("far", [tmp_path / "far"], ckptman.Tier("far")):
         with pytest.raises(ConfigError, match="tiers"):
             run(str(tmp_path / "run"), tiers, 1)
-    with pytest.raises(ConfigError, match="cannot be a tier"):
-        run(str(tmp_path / "run"), [ckptman.Tier(tmp_path / "run" / "tier")], 1)
     assert not (tmp_path / "run").exists()

@@ -230,7 +230,7 @@ def test_a_copy_that_is_refused_or_does_nothing_abandons_nothing_of_a_run_at_wor
         found = copy(source, root, 100)
         assert found.already
         assert "still counts in" in found.remarks[-1]
-        with pytest.raises(BusyError):
+        with pytest.raises(BusyError, match="is being written to by another run"):
             copy(source, root, 150)
         assert sorted(steps_of(Catalog(root).complete())) == [100, 200]
     assert copy(source, root, 100).remarks == ()
