@@ -9,7 +9,6 @@ import ckptman
 from ckptman.catalog.backends.backend import open_backend
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.tiered import TieredBackend
-from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tier_identity import mark_tier, read_identity, read_mark
 from ckptman.catalog.tiers import claim_tiers, write_tiers
 from ckptman.cli.app import main
@@ -19,6 +18,7 @@ from ckptman.io.durable_files import Disk
 from ckptman.policies.retention import KeepLast
 from ckptman.policies.tiers import Tier
 from ckptman.transfer.drain import plan_drain
+from tests.catalog.test_tiers import steps
 from tests.end_to_end.test_tiers import drains_here, run
 from tests.helpers.checkpoints import commit
 
@@ -39,10 +39,6 @@ def b(tmp_path):
 @pytest.fixture
 def far(tmp_path):
     return tmp_path / "far"
-
-
-def steps(root):
-    return [entry.step for entry in Catalog(root).scan()]
 
 
 # ---- of another root -------------------------------------------------------------------------------------------------

@@ -440,10 +440,7 @@ def test_the_command(root, capsys):
 
 def tell(root, state):
     """As a run does of itself."""
-    outcome = Outcome(
-        state=state, step=1, reason="", exit_code=0, root=str(root), attempt=1, time_seconds=1.0, pid=1, host="h"
-    )
-    write_outcome(outcome_path(root), outcome)
+    write_outcome(outcome_path(root), Outcome(state, 1, "", 0, str(root), 1, 1.0, 1, "h"))
 
 
 def test_it_follows_a_run_until_that_is_finished(root, monkeypatch):

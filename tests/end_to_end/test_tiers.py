@@ -19,6 +19,7 @@ from ckptman.errors import CkptmanError, ConfigError
 from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
 from ckptman.session import drain_process
+from tests.catalog.test_tiers import steps
 from tests.helpers.checkpoints import flip_byte
 from tests.helpers.object_store import bucket_fixture, proxy_fixture
 from tests.helpers.ranks import run_ranks
@@ -68,10 +69,6 @@ def drains_here(monkeypatch):
 
 
 here = pytest.mark.usefixtures("drains_here")
-
-
-def steps(root):
-    return [entry.step for entry in Catalog(root).scan()]
 
 
 def steps_in(tier):

@@ -209,7 +209,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=[pytest.mark.campaign, pytest.mark.timeout(600)])])
 def test_kills_at_random_moments_lose_nothing_that_was_written(kills, tmp_path):
     generator = random.Random(seed := random.randrange(2**32))
     print(f"seed {seed}")

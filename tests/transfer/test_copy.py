@@ -276,12 +276,6 @@ def test_what_was_proved_of_the_original_holds_of_the_copy(source, root):
     assert note.time_seconds > 1.0
 
 
-def test_a_copy_made_by_hand_is_noted_once_it_is_proved(source, root):
-    shutil.copytree(source / FOLDER, root / FOLDER)
-    assert copy(source, root).already
-    assert note_in(root / FOLDER).every_byte
-
-
 @pytest.mark.parametrize(("lost", "told"), [("__0_0.distcp", "not complete"), ("", "no folder")])
 def test_what_is_no_checkpoint_there_is_told(lost, told, source, root):
     copy(source, root)

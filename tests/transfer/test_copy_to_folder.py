@@ -30,7 +30,7 @@ from ckptman.transfer.copy import CopyOptions, copy_checkpoint, copy_foreign
 from ckptman.transfer.drain import carry_out, plan_drain
 from ckptman.transfer.progress import Limit
 from tests.catalog.test_tiers import drain
-from tests.helpers.checkpoints import commit, flip_byte, steps_of
+from tests.helpers.checkpoints import commit, flip_byte, note_in, steps_of
 from tests.helpers.copies import a_copy_of, a_run_in, copy, interrupt, names, once, plain
 from tests.helpers.faulty_disk import Death, holds
 
@@ -336,6 +336,7 @@ def test_what_was_copied_by_hand_is_flushed_before_it_counts(of_others, source, 
     shutil.copytree(folder, there)
     copied = copy_foreign(folder, LocalBackend(root, disk)) if of_others else copy(source, root, disk=disk)
     assert copied.already
+    assert of_others or note_in(there).every_byte
     wanted = {str(path) for path in (there, *there.iterdir()) if path.name not in (MANIFEST, "verified.json")}
     assert wanted <= disk.flushed
 

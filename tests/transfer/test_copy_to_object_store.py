@@ -130,7 +130,7 @@ def test_a_second_page_that_fails_is_no_shorter_list(root, place, proxy, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, pytest.param(9, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("count", [2, pytest.param(9, marks=[pytest.mark.campaign, pytest.mark.timeout(600)])])
 def test_a_store_that_stays_away_leaves_nothing_that_counts(count, root, place, proxy):
     for failure, method in drawn([*itertools.product(("503", "reset", "hang"), ("PUT", "POST", "GET"))], count):
         place = ObjectBackend(f"{place.url}/{method}-{failure}")

@@ -31,6 +31,7 @@ from tests.helpers.faulty_disk import WHEN, Death, Fault, FaultyDisk, drawn, hol
 from tests.helpers.node_memory import hold, live_rank, memory_of, nodes_with
 
 FORK = get_context("fork")
+WHOLE = (pytest.mark.campaign, pytest.mark.timeout(1800))
 THREE = {"a": [0, 1, 3], "b": [0, 1, 2], "c": [2, 3]}
 """Four ranks on three nodes, each part on two."""
 LARGE = 2_000_000
@@ -304,7 +305,7 @@ def every_fault(root, memory):
     return [Fault(number, when) for number in range(len(disk.log)) for when in WHEN]
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(10**6, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("count", [12, pytest.param(10**6, marks=WHOLE)])
 def test_a_flush_that_dies_anywhere_leaves_nothing_that_counts_and_the_next_ends_it(tmp_path, count):
     root = tmp_path / "root"
     commit(root, 100)
@@ -322,7 +323,7 @@ def test_a_flush_that_dies_anywhere_leaves_nothing_that_counts_and_the_next_ends
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [5, pytest.param(10**6, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("count", [5, pytest.param(10**6, marks=WHOLE)])
 def test_what_was_begun_again_and_finished_outlives_a_power_cut(tmp_path, monkeypatch, count):
     for module in (writer_lock, reader_lease):  # whoever died in this process is dead, although its pid is alive
         monkeypatch.setattr(module, "process_lives", lambda claimant: False)
@@ -343,7 +344,7 @@ def test_what_was_begun_again_and_finished_outlives_a_power_cut(tmp_path, monkey
         assert found[120][0] == 2
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=WHOLE)])
 @pytest.mark.parametrize("whom", ["one", "all"])
 def test_kills_at_any_moment_cost_nothing_that_the_others_or_a_next_flush_cannot_bring(tmp_path, whom, kills):
     """With each part on two nodes, any one of the three may go; where all do, they begin again."""
