@@ -1,20 +1,26 @@
 import os
-import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from ckptman.catalog.backends import page_cache as pagecache
 from ckptman.catalog.backends.page_cache import drop
+from tests.helpers.node_memory import shm
 
-MEMORY = Path("/dev/shm")
+__all__ = ["shm"]
 
 
-def opened(path, size):
+@contextmanager
+def written(path, size):
+    """A file of so many bytes that are durable, open."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    os.write(fd, os.urandom(size))
-    os.fsync(fd)
-    return fd
+    try:
+        os.write(fd, os.urandom(size))
+        os.fsync(fd)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def in_memory(path):
@@ -27,22 +33,14 @@ def in_memory(path):
 def test_what_is_dropped_is_no_longer_in_memory(size, tmp_path):
     if in_memory(tmp_path):
         pytest.skip("the file system of this folder is memory")
-    fd = opened(tmp_path / "file", size)
-    try:
+    with written(tmp_path / "file", size) as fd:
         assert pagecache._is_resident(fd, size)
         assert drop(fd, size)
         assert not pagecache._is_resident(fd, size)
         os.pread(fd, 1, 0)
         assert pagecache._is_resident(fd, size)
-    finally:
-        os.close(fd)
 
 
-@pytest.mark.skipif(not MEMORY.is_dir(), reason="no file system in memory")
-def test_a_file_system_that_is_memory_lets_go_of_nothing():
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        fd = opened(Path(folder, "file"), 5000)
-        try:
-            assert not drop(fd, 5000, attempts=1)
-        finally:
-            os.close(fd)
+def test_a_file_system_that_is_memory_lets_go_of_nothing(shm):
+    with written(shm / "file", 5000) as fd:
+        assert not drop(fd, 5000, attempts=1)

@@ -91,12 +91,6 @@ def test_neighbours_in_name_are_not_peers_where_no_domain_is_known():
     assert receivers(places, 2) == [[3], [4], [5], [1], [2], [0]]
 
 
-def test_uneven_ranks():
-    places = [Place("a"), Place("a"), Place("a"), Place("b")]
-    assert receivers(places, 2) == [[3], [3], [3], [0]]
-    assert receivers([places[3], places[0], places[1]], 2) == [[1], [0], [0]]
-
-
 @pytest.mark.parametrize(
     ("holders", "lost"),
     [

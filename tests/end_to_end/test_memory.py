@@ -1,14 +1,16 @@
 """Runs that are killed go on from the memory of the nodes that are left; a rank, or two, is a node of its own."""
 
-import json
+import contextlib
 import os
-import re
 import shutil
 import signal
+import subprocess
+import tempfile
 import threading
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from ckptman.policies import EverySteps, OnStop
 from ckptman.runtime.journal import read_journal
 from ckptman.saving import memory_saves
 from tests.helpers.apps import App
+from tests.helpers.checkpoints import flip_byte
 from tests.helpers.node_memory import shm
 from tests.helpers.ranks import run_ranks, say, start_ranks
 
@@ -69,8 +72,9 @@ def killed_at(step, world, *args, **more):
 
 
 def finished(world, *args, **more):
+    """The steps that the ranks went on from, and what they came to."""
     found = run_ranks(world, _train, args, more)
-    return found
+    return {start for start, _, _ in found}, [digests for _, _, digests in found]
 
 
 def _train(args, more):
@@ -81,7 +85,7 @@ def events(root, name):
     return [each for each in read_journal(root / ".ckptman" / "journal.jsonl")[0] if each["event"] == name]
 
 
-def lose(shm, *nodes):
+def lose(shm, nodes):
     """Have nodes forget what is in their memory, as after a power cut."""
     for node in nodes:
         for folder in shm.glob(f"ckptman-*/*-{node}"):
@@ -92,138 +96,119 @@ def node_folders(shm):
     return sorted(shm.glob("ckptman-*/*"))
 
 
+class Killed:
+    """Three ranks, each a node, that were killed after step 10 and hold step 9 in memory. `again` makes it so again."""
+
+    def __init__(self, folder, shm):
+        self.root, self.shm = folder / "root", shm
+        self._there = {self.root: folder / "kept", shm: folder / "kept memory"}
+        killed_at(10, 3, self.root, shm)
+        for here, kept in self._there.items():
+            subprocess.run(["cp", "-a", here, kept], check=True)
+
+    def again(self):
+        for here, kept in self._there.items():
+            shutil.rmtree(here, ignore_errors=True)
+            subprocess.run(["cp", "-a", kept, here], check=True)
+        return self
+
+
+@pytest.fixture(scope="module")
+def once_killed(tmp_path_factory):
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ckptman-test-") as folder:
+        (memory := Path(folder, "memory")).mkdir()
+        yield Killed(tmp_path_factory.mktemp("killed"), memory)
+
+
+@pytest.fixture
+def killed(once_killed):
+    return once_killed.again()
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """What three ranks come to that nobody kills."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return finished(3, folder / "root", folder)
+    return run_ranks(3, _train, (folder / "root", folder), {})
 
 
-def test_ranks_that_were_killed_go_on_from_memory_bit_for_bit(tmp_path, shm, undisturbed):
-    killed_at(10, 3, tmp_path / "root", shm)
-    assert not list((tmp_path / "root").glob("step-*"))
-    results = finished(3, tmp_path / "root", shm)
-    assert {start for start, _, _ in results} == {9}
-    for (_, losses, digests), (_, known_losses, known) in zip(results, undisturbed):
+@pytest.fixture
+def same(undisturbed):
+    """The digests that ranks have to come to."""
+    return [digests for _, _, digests in undisturbed]
+
+
+def test_ranks_that_were_killed_go_on_from_memory_bit_for_bit(killed, undisturbed):
+    assert not list(killed.root.glob("step-*"))
+    for (start, losses, digests), (_, known_losses, known) in zip(
+        run_ranks(3, _train, (killed.root, killed.shm), {}), undisturbed
+    ):
+        assert start == 9
         assert losses == known_losses[9:]
         assert digests == known
-    assert not node_folders(shm), "what is finished leaves nothing behind"
-    run_ids = {each["run_id"] for each in events(tmp_path / "root", "attempt_started")}
-    assert len(run_ids) == 1
+    assert not node_folders(killed.shm), "what is finished leaves nothing behind"
+    assert len({each["run_id"] for each in events(killed.root, "attempt_started")}) == 1
+    on = events(killed.root, "memory_on")[-1]
+    assert (on["nodes"], on["copies"], on["lost_nodes"]) == (3, 2, 1)
+
+
+def before_the_manifest(shm):
+    """A node is lost, and another one was killed before it had the manifest."""
+    lose(shm, "n2")
+    for manifest in shm.glob("ckptman-*/*-n1/step-*/manifest.json"):
+        manifest.unlink()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["n0", "n1", "n2"])
-def test_any_one_node_may_be_lost(tmp_path, shm, lost, undisturbed):
-    killed_at(10, 3, tmp_path / "root", shm)
-    lose(shm, lost)
-    results = finished(3, tmp_path / "root", shm, nodes=["n0", "n1", "n2"])
-    assert {start for start, _, _ in results} == {9}
-    assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
+@pytest.mark.parametrize(
+    ("act", "nodes"),
+    [
+        *((partial(lose, nodes=[name]), ["n0", "n1", "n2"]) for name in ("n0", "n1", "n2")),
+        (partial(lose, nodes=["n1"]), ["n0", "n2", "spare"]),  # which takes the place of the one that is lost
+        (before_the_manifest, None),
+    ],
+    ids=["n0", "n1", "n2", "spare", "before the manifest"],
+)
+def test_any_one_node_may_be_lost(killed, same, act, nodes):
+    act(killed.shm)
+    assert finished(3, killed.root, killed.shm, nodes=nodes) == ({9}, same)
 
 
-def test_nodes_may_be_lost_one_after_another_before_anything_new_counts(tmp_path, shm, undisturbed):
-    killed_at(10, 3, tmp_path / "root", shm)
+def test_nodes_may_be_lost_one_after_another_before_anything_new_counts(killed, same):
     for node in ("n0", "n1", "n2"):
-        lose(shm, node)
-        killed_at(10, 3, tmp_path / "root", shm)
-    results = finished(3, tmp_path / "root", shm)
-    assert {start for start, _, _ in results} == {9}
-    assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
-
-
-@pytest.mark.slow
-def test_a_spare_node_takes_the_place_of_one_that_is_lost(tmp_path, shm, undisturbed):
-    killed_at(10, 3, tmp_path / "root", shm)
-    lose(shm, "n1")
-    results = finished(3, tmp_path / "root", shm, nodes=["n0", "n2", "spare"])
-    assert {start for start, _, _ in results} == {9}
-    assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
+        lose(killed.shm, [node])
+        killed_at(10, 3, killed.root, killed.shm)
+    assert finished(3, killed.root, killed.shm) == ({9}, same)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "per_node"), [(2, 1), (4, 2), (1, 1)])
-def test_other_numbers_of_ranks_and_nodes_go_on_from_memory(tmp_path, shm, world, per_node):
-    killed_at(10, 3, tmp_path / "root", shm)
-    lose(shm, "n2")
-    results = finished(world, tmp_path / "root", shm, per_node=per_node)
+def test_other_numbers_of_ranks_and_nodes_go_on_from_memory(killed, world, per_node):
+    lose(killed.shm, ["n2"])
+    starts, _ = finished(world, killed.root, killed.shm, per_node=per_node)
+    assert starts == {0 if world == 1 else 9}
     if world == 1:  # of three parts n0 has two
-        assert {start for start, _, _ in results} == {0}
-        assert "parts are on no node" in events(tmp_path / "root", "memory_refused")[0]["reason"]
-    else:
-        assert {start for start, _, _ in results} == {9}
+        assert "parts are on no node" in events(killed.root, "memory_refused")[0]["reason"]
 
 
 @pytest.mark.slow
 def test_two_nodes_lost_at_once_cost_what_the_disk_does_not_have(tmp_path, shm):
     killed_at(11, 3, tmp_path / "root", shm, disk_steps=5)
-    lose(shm, "n0", "n1")
-    results = finished(3, tmp_path / "root", shm, disk_steps=5)
-    assert {start for start, _, _ in results} in ({10}, {5})
-    said = events(tmp_path / "root", "memory_refused")
-    assert said
-    assert "on no node that is left" in said[0]["reason"]
+    lose(shm, ["n0", "n1"])
+    starts, _ = finished(3, tmp_path / "root", shm, disk_steps=5)
+    assert starts in ({10}, {5})
+    assert "on no node that is left" in events(tmp_path / "root", "memory_refused")[0]["reason"]
 
 
 @pytest.mark.slow
-def test_the_disk_is_taken_where_it_is_newer(tmp_path, shm):
-    root = tmp_path / "root"
-    killed_at(10, 2, root, shm)
-    kept = tmp_path / "kept"
-    shutil.copytree(shm, kept)
-    finished(2, root, shm)
-    assert not node_folders(shm)
-    shutil.copytree(kept, shm, dirs_exist_ok=True)  # as if a node had come back with what it held long ago
-    assert {start for start, _, _ in finished(2, root, shm)} == {STEPS}
-
-
-@pytest.mark.slow
-def test_what_another_run_left_in_memory_is_not_read(tmp_path, shm):
-    killed_at(10, 2, tmp_path / "one", shm)
-    assert {start for start, _, _ in finished(2, tmp_path / "two", shm)} == {0}
-
-
-def flip(path, at):
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 1]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["__0_0.distcp", "blocks-00000.bin", "index.json", "chunks.bin", "manifest.json"])
-def test_a_flipped_byte_in_memory_is_never_loaded(tmp_path, shm, name, undisturbed):
-    killed_at(10, 3, tmp_path / "root", shm, disk_steps=4)
-    for folder in node_folders(shm):
-        for path in folder.glob(f"step-*/{name}"):
-            flip(path, path.stat().st_size // 2)
-    results = finished(3, tmp_path / "root", shm, disk_steps=4)
-    assert {start for start, _, _ in results} in ({8}, {4})
-    assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
-
-
-@pytest.mark.slow
-def test_a_save_to_memory_that_was_cut_short_is_none(tmp_path, shm, undisturbed):
-    killed_at(10, 3, tmp_path / "root", shm)
-    for folder in node_folders(shm):
-        newest = max(folder.glob("step-*"))
-        later = newest.with_name("step-0000000012")
-        shutil.copytree(newest, later)
-        (later / "manifest.json").unlink()
-    results = finished(3, tmp_path / "root", shm)
-    assert {start for start, _, _ in results} == {9}
-    assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
-
-
-@pytest.mark.slow
-def test_a_node_that_was_killed_before_it_had_the_manifest_is_asked_for_its_parts(tmp_path, shm):
-    killed_at(10, 3, tmp_path / "root", shm)
-    lose(shm, "n2")
-    for folder in shm.glob("ckptman-*/*-n1"):
-        for manifest in folder.glob("step-*/manifest.json"):
-            manifest.unlink()
-    assert {start for start, _, _ in finished(3, tmp_path / "root", shm)} == {9}
+def test_the_disk_is_taken_where_it_is_newer(killed):
+    finished(3, killed.root, killed.shm)
+    assert not node_folders(killed.shm)
+    left = killed.root.rename(killed.root.with_name("finished"))
+    killed.again()  # as if a node had come back with what it held long ago
+    shutil.rmtree(killed.root)
+    left.rename(killed.root)
+    assert finished(3, killed.root, killed.shm)[0] == {STEPS}
 
 
 @pytest.mark.slow
@@ -232,52 +217,49 @@ def test_a_rollback_leaves_memory_behind(tmp_path, shm):
     killed_at(11, 2, root, shm, disk_steps=4)
     plan = partial(rollback.plan_rollback, root, 4)
     rollback.execute(root, plan, why="a test", by="pytest", time_seconds=time.time())
-    results = finished(2, root, shm, disk_steps=4)
-    assert {start for start, _, _ in results} == {4}
+    assert finished(2, root, shm, disk_steps=4)[0] == {4}
     assert "rollback" in events(root, "memory_refused")[0]["reason"]
 
 
-def test_restore_of_a_step_takes_it_from_where_it_is(tmp_path, shm):
-    root = tmp_path / "root"
-    app = App()
-    with ckptman.Checkpointer(
-        root, app.state, save_policy=EverySteps(4), memory=tier(shm, copies=1), signals=None
-    ) as checkpointer:
-        checkpointer.restore()
-        for step in range(1, 8):
-            app.train_step()
-            checkpointer.step(step)
-            assert checkpointer._memory is not None
-            checkpointer._memory.saves.wait()
-        assert checkpointer.restore(step=4) == 4
-        assert checkpointer.restore(step=6) == 6
-        with pytest.raises(ckptman.NotFoundError, match="no checkpoint of step 5"):
-            checkpointer.restore(step=5)
-
-
-# ---- nothing goes before something newer counts --------------------------------------------------------------------
+# ---- one process alone: nothing goes before something newer counts ---------------------------------------------------
 
 
 class Crash(Exception):
     pass
 
 
-def crashed_at(root, shm, step, app=None, **options):
-    """Train alone, and crash after a step; the checkpoint of every third is in memory."""
-    app = app or App()
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(Crash),
-        ckptman.Checkpointer(root, app.state, memory=tier(shm, copies=1), **options) as checkpointer,
-    ):
+def open_run(root, shm, app, copies=1, **options):
+    return ckptman.Checkpointer(root, app.state, memory=tier(shm, copies=copies), **options)
+
+
+def step_alone(checkpointer, step, metrics=None):
+    """A step that is in memory when this returns, if it is saved there."""
+    checkpointer.step(step, metrics)
+    checkpointer._memory.saves.wait()
+
+
+@contextlib.contextmanager
+def crashing():
+    with warnings.catch_warnings(), pytest.raises(Crash):
         warnings.simplefilter("ignore")
+        yield
+
+
+def crashed_at(root, shm, step, app=None, **options):
+    """Train, and crash after a step; the checkpoint of every third is in memory."""
+    app = app or App()
+    with crashing(), open_run(root, shm, app, **options) as checkpointer:
         for number in range(checkpointer.restore() + 1, step + 1):
             app.train_step()
-            checkpointer.step(number, {"eval": app.position.next_sample} if "nonfinite" not in options else None)
-            assert checkpointer._memory is not None
-            checkpointer._memory.saves.wait()
+            step_alone(checkpointer, number, {"eval": app.position.next_sample})
         raise Crash
     return app
+
+
+def restored(root, shm, app=None, **options):
+    """The step that a new process goes on from, which then ends."""
+    with open_run(root, shm, app or App(seed=1), **options) as checkpointer:
+        return checkpointer.restore()
 
 
 @pytest.fixture
@@ -286,35 +268,42 @@ def far():
     return {"save_policy": EverySteps(10**6)}
 
 
+def test_restore_of_a_step_takes_it_from_where_it_is(tmp_path, shm):
+    app = App()
+    with open_run(tmp_path, shm, app, save_policy=EverySteps(4), signals=None) as checkpointer:
+        checkpointer.restore()
+        for step in range(1, 8):
+            app.train_step()
+            step_alone(checkpointer, step)
+        for step in (4, 6):
+            assert checkpointer.restore(step=step) == step
+        with pytest.raises(ckptman.NotFoundError, match="no checkpoint of step 5"):
+            checkpointer.restore(step=5)
+
+
 def test_a_run_that_has_nothing_left_to_do_saves_what_was_in_memory_alone(tmp_path, shm, far):
     crashed_at(tmp_path, shm, 9, **far)
-    app = App(seed=1)
-    with ckptman.Checkpointer(tmp_path, app.state, memory=tier(shm, copies=2), **far) as checkpointer:
-        assert checkpointer.restore() == 9
+    assert restored(tmp_path, shm, copies=2, **far) == 9
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000000009"]
     assert not node_folders(shm)
 
 
 def test_a_signal_while_it_restores_costs_nothing(tmp_path, shm, far):
     crashed_at(tmp_path, shm, 9, **far)
-    app = App(seed=1)
     with (
         pytest.raises(SystemExit),
         ckptman.SignalHandler() as signals,
-        ckptman.Checkpointer(tmp_path, app.state, memory=tier(shm, copies=1), signals=signals, **far) as checkpointer,
+        open_run(tmp_path, shm, App(seed=1), signals=signals, **far) as checkpointer,
     ):
         os.kill(os.getpid(), signal.SIGTERM)
         checkpointer.restore()
     assert list(tmp_path.glob("step-*")) or node_folders(shm)
-    with ckptman.Checkpointer(tmp_path, App(seed=2).state, memory=tier(shm, copies=1), **far) as checkpointer:
-        assert checkpointer.restore() == 9
+    assert restored(tmp_path, shm, **far) == 9
 
 
 def test_restarts_from_memory_do_not_put_off_the_save_to_disk(tmp_path, shm):
-    policy = {"save_policy": EverySteps(8)}
-    crashed_at(tmp_path, shm, 7, **policy)
-    for step in (9, 10, 11):
-        crashed_at(tmp_path, shm, step, **policy)
+    for step in (7, 9, 10, 11):
+        crashed_at(tmp_path, shm, step, save_policy=EverySteps(8))
     assert [path.name for path in tmp_path.glob("step-*")]
 
 
@@ -322,14 +311,10 @@ def test_restarts_from_memory_do_not_put_off_the_save_to_disk(tmp_path, shm):
 def test_what_was_found_damaged_is_no_fresh_start(tmp_path, shm, far, name):
     crashed_at(tmp_path, shm, 9, **far)
     (path,) = shm.glob(f"ckptman-*/*/step-*/{name}")
-    flip(path, path.stat().st_size // 2)
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(ckptman.CorruptError, match="step 9 in memory"),
-        ckptman.Checkpointer(tmp_path, App(seed=1).state, memory=tier(shm, copies=1), **far) as checkpointer,
-    ):
+    flip_byte(path)
+    with warnings.catch_warnings(), pytest.raises(ckptman.CorruptError, match="step 9 in memory"):
         warnings.simplefilter("ignore")
-        checkpointer.restore()
+        restored(tmp_path, shm, **far)
     assert node_folders(shm)
 
 
@@ -339,16 +324,12 @@ def test_an_error_of_the_users_own_says_nothing_about_the_checkpoint(tmp_path, s
     def refuse(state):
         raise RuntimeError("no connection")
 
-    other = App(seed=1)
+    other, last = App(seed=1), App(seed=2)
     other.position.load_state_dict = refuse
-    with (
-        pytest.raises(ckptman.CkptmanError, match="no connection"),
-        ckptman.Checkpointer(tmp_path, other.state, memory=tier(shm, copies=2), **far) as checkpointer,
-    ):
-        checkpointer.restore()
-    with ckptman.Checkpointer(tmp_path, (last := App(seed=2)).state, memory=tier(shm, copies=1), **far) as checkpointer:
-        assert checkpointer.restore() == 9
-        assert last.position.next_sample == app.position.next_sample
+    with pytest.raises(ckptman.CkptmanError, match="no connection"):
+        restored(tmp_path, shm, other, copies=2, **far)
+    assert restored(tmp_path, shm, last, **far) == 9
+    assert last.position.next_sample == app.position.next_sample
 
 
 def test_a_copy_of_a_root_does_not_share_its_memory(tmp_path, shm):
@@ -356,92 +337,62 @@ def test_a_copy_of_a_root_does_not_share_its_memory(tmp_path, shm):
     crashed_at(tmp_path / "a", shm, 5, **policy)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     crashed_at(tmp_path / "a", shm, 7, **policy)
-    app = App(seed=1)
-    with (
-        pytest.warns(RuntimeWarning, match="one of them is a copy of the other"),
-        ckptman.Checkpointer(tmp_path / "b", app.state, memory=tier(shm, copies=1), **policy) as checkpointer,
-    ):
-        assert checkpointer.restore() == 4
+    with pytest.warns(RuntimeWarning, match="one of them is a copy of the other"):
+        assert restored(tmp_path / "b", shm, **policy) == 4
     assert node_folders(shm)
 
 
-def test_the_start_of_another_run_leaves_alone_what_a_crashed_one_may_go_on_from(tmp_path, shm, far):
+def test_another_run_neither_reads_nor_clears_what_a_crashed_one_may_go_on_from(tmp_path, shm, far):
     crashed_at(tmp_path / "a", shm, 9, **far)
+    assert restored(tmp_path / "b", shm, **far) == 0
     crashed_at(tmp_path / "b", shm, 3, **far)
     assert len(node_folders(shm)) == 2
 
 
 def test_nan_in_memory_is_better_than_nothing_and_takes_no_finite_one_away(tmp_path, shm, far):
-    app = crashed_at(tmp_path, shm, 6, **far)
-    with torch.no_grad():
-        app.model[0].bias.fill_(float("nan"))
-    app.train_step = lambda: 0.0
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(Crash),
-        ckptman.Checkpointer(tmp_path, app.state, memory=tier(shm, copies=1), **far) as checkpointer,
-    ):
-        warnings.simplefilter("ignore")
+    app = App()
+    crashed_at(tmp_path, shm, 6, app, **far)
+    nan = float("nan")
+
+    def fill(value):
+        with torch.no_grad():
+            app.model[0].bias.fill_(value)
+
+    fill(nan)
+    with crashing(), open_run(tmp_path, shm, app, **far) as checkpointer:
         checkpointer.restore()
-        with torch.no_grad():
-            app.model[0].bias.fill_(0.5)
-        checkpointer.step(9)
-        checkpointer._memory.saves.wait()
-        with torch.no_grad():
-            app.model[0].bias.fill_(float("nan"))
-        for step in (12, 15, 18):
-            checkpointer.step(step)
-            checkpointer._memory.saves.wait()
+        for step, value in ((9, 0.5), (12, nan), (15, nan), (18, nan)):
+            fill(value)
+            step_alone(checkpointer, step)
         raise Crash
-    with ckptman.Checkpointer(tmp_path, App(seed=2).state, memory=tier(shm, copies=1), **far) as checkpointer:
-        assert checkpointer.restore() == 9
+    assert restored(tmp_path, shm, **far) == 9
 
 
 # ---- what cannot be used ---------------------------------------------------------------------------------------------
 
 
-def run_alone(root, memory):
-    """Train a few steps, and return what was warned of."""
-    app = App()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        with ckptman.Checkpointer(root, app.state, save_policy=EverySteps(4), memory=memory) as checkpointer:
-            checkpointer.restore()
-            for step in range(1, 9):
-                app.train_step()
-                checkpointer.step(step)
-    assert sorted(path.name for path in root.glob("step-*")) == ["step-0000000004", "step-0000000008"]
-    return [str(each.message) for each in said]
-
-
 @pytest.mark.parametrize(
-    ("path", "message"), [("/not/there", "is not there"), ("/proc/self", "cannot be made|not this user's")]
+    ("options", "told", "event"),
+    [
+        ({"path": "/not/there"}, "goes on with disk alone.*is not there", "memory_off"),
+        ({"path": "/proc/self"}, "goes on with disk alone.*(cannot be made|not this user's)", "memory_off"),
+        ({}, "1 copy instead of 2", "memory_on"),
+        ({"copies": 1, "max_bytes": 1000}, r"max_bytes allows 0\.0 GiB", "memory_off"),
+    ],
 )
-def test_a_path_that_cannot_be_used_is_said_and_the_disk_has_all(tmp_path, path, message):
-    said = run_alone(tmp_path / "root", ckptman.MemoryTier(path=path))
-    assert any("goes on with disk alone" in each and re.search(message, each) for each in said), said
-    assert events(tmp_path / "root", "memory_off")
-
-
-def test_one_node_keeps_one_copy_and_says_so(tmp_path, shm):
-    said = run_alone(tmp_path / "root", tier(shm))
-    assert any("1 copy instead of 2" in each for each in said), said
-
-
-def test_too_little_memory_is_said_before_anything_is_saved_there(tmp_path, shm):
-    said = run_alone(tmp_path / "root", tier(shm, copies=1, max_bytes=1000))
-    assert any("max_bytes allows 0.0 GiB" in each for each in said), said
-    assert not events(tmp_path / "root", "memory_saved")
-
-
-@pytest.mark.slow
-def test_a_disk_of_each_node_takes_the_place_of_memory(tmp_path, undisturbed):
-    (disk := tmp_path / "disk").mkdir()
-    killed_at(10, 3, tmp_path / "root", disk)
-    lose(disk, "n1")
-    results = finished(3, tmp_path / "root", disk)
-    assert {start for start, _, _ in results} == {9}
-    assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
+def test_what_cannot_be_used_is_said_and_the_disk_has_all(tmp_path, shm, options, told, event):
+    app, root = App(), tmp_path / "root"
+    with (
+        pytest.warns(RuntimeWarning, match=f"(?s){told}"),
+        ckptman.Checkpointer(root, app.state, save_policy=EverySteps(4), memory=tier(shm, **options)) as checkpointer,
+    ):
+        checkpointer.restore()
+        for step in range(1, 9):
+            app.train_step()
+            checkpointer.step(step)
+    assert sorted(path.name for path in root.glob("step-*")) == ["step-0000000004", "step-0000000008"]
+    assert events(root, event)
+    assert event == "memory_on" or not events(root, "memory_saved")
 
 
 def test_saves_that_fail_turn_it_off_and_training_goes_on(tmp_path, shm, monkeypatch):
@@ -453,27 +404,23 @@ def test_saves_that_fail_turn_it_off_and_training_goes_on(tmp_path, shm, monkeyp
     app = App()
     with (
         pytest.warns(RuntimeWarning, match="goes on with disk alone: .*No space left"),
-        ckptman.Checkpointer(
-            tmp_path / "root", app.state, save_policy=EverySteps(4), memory=tier(shm, copies=1)
-        ) as checkpointer,
+        open_run(tmp_path, shm, app, save_policy=EverySteps(4)) as checkpointer,
     ):
         for step in range(1, 20):
             app.train_step()
-            checkpointer.step(step)
-            assert checkpointer._memory is not None
-            checkpointer._memory.saves.wait()
-    assert len(events(tmp_path / "root", "memory_save_failed")) == 3
-    assert events(tmp_path / "root", "memory_off")
+            step_alone(checkpointer, step)
+    assert len(events(tmp_path, "memory_save_failed")) == 3
+    assert events(tmp_path, "memory_off")
 
 
 def _private(root, shm):
-    rank = dist.get_rank()
+    own = shm / str(dist.get_rank())
     os.environ["SLURMD_NODENAME"] = "n0"
-    (shm / str(rank)).mkdir()
+    own.mkdir()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         app = App((2,))
-        with ckptman.Checkpointer(root, app.state, memory=tier(shm / str(rank))):
+        with ckptman.Checkpointer(root, app.state, memory=tier(own)):
             app.train_step()
     return [str(each.message) for each in said]
 
@@ -481,10 +428,3 @@ def _private(root, shm):
 def test_memory_that_is_private_to_each_container_is_said(tmp_path, shm):
     said, _ = run_ranks(2, _private, tmp_path / "root", shm)
     assert any("private to each container" in each for each in said), said
-
-
-def test_a_journal_has_what_was_agreed_on(tmp_path, shm):
-    finished(3, tmp_path / "root", shm)
-    (on,) = events(tmp_path / "root", "memory_on")
-    assert (on["nodes"], on["copies"], on["lost_nodes"]) == (3, 2, 1)
-    assert json.dumps(on)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,13 @@ def faults(error: int | None = None, when: tuple[When, ...] = WHEN) -> Iterator[
         for each in when:
             yield Fault(number, each, error)
         number += 1
+
+
+def drawn(cases: Sequence[T], count: int) -> list[T]:
+    """So many of the cases, in order: others each time, by a seed that is printed."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    return [cases[at] for at in sorted(random.Random(seed).sample(range(len(cases)), min(count, len(cases))))]
 
 
 def on_disk(disk: Disk, function: Callable[..., T], *arguments: Any, **options: Any) -> T:

@@ -5,20 +5,7 @@ import time
 
 import pytest
 
-from ckptman.runtime.deadline import deadline_from_environment, parse_end_time, run_command
-
-
-class Squeue:
-    """Answers like squeue, and notes what it was asked."""
-
-    def __init__(self, answer):
-        self.answer, self.asked = answer, list[tuple[str, ...]]()
-
-    def __call__(self, command):
-        self.asked.append(tuple(command))
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
+from ckptman.runtime.deadline import deadline_from_environment, run_command
 
 
 @pytest.fixture
@@ -31,53 +18,32 @@ def berlin(monkeypatch):
     time.tzset()
 
 
-def test_outside_a_job_there_is_none_and_nobody_is_asked():
-    squeue = Squeue("2026-11-21T15:03:00")
-    assert deadline_from_environment({}, squeue) is None
-    assert squeue.asked == []
-
-
-def test_the_environment_wins():
-    squeue = Squeue("2026-11-21T15:03:00")
-    assert deadline_from_environment({"SLURM_JOB_END_TIME": "1795276980", "SLURM_JOB_ID": "7"}, squeue) == 1795276980.0
-    assert squeue.asked == []
+JOB, AT = {"SLURM_JOB_ID": "7"}, "2026-11-21T15:03:00\n"
 
 
 @pytest.mark.usefixtures("berlin")
-def test_squeue_is_asked_once_and_speaks_local_time():
-    squeue = Squeue("2026-11-21T15:03:00\n")
-    assert deadline_from_environment({"SLURM_JOB_ID": "4711"}, squeue) == 1795269780.0  # 14:03:00 UTC
-    assert squeue.asked == [("squeue", "-h", "-j", "4711", "-o", "%e")]
-
-
-@pytest.mark.usefixtures("berlin")
-def test_summer_time():
-    assert parse_end_time("2026-07-01T12:00:00") == 1782900000.0  # 10:00:00 UTC
-
-
-@pytest.mark.parametrize("text", ["N/A", "NONE", "Unknown", "UNLIMITED", "", "n/a\n"])
-def test_no_time_limit_is_no_deadline(text):
-    assert deadline_from_environment({"SLURM_JOB_ID": "7"}, Squeue(text)) is None
-
-
-@pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "0", "-5"])
-def test_nonsense_in_the_environment_is_passed_over(text):
-    squeue = Squeue("UNLIMITED")
-    assert deadline_from_environment({"SLURM_JOB_END_TIME": text, "SLURM_JOB_ID": "7"}, squeue) is None
-    assert len(squeue.asked) == 1
-
-
-def test_an_array_task_asks_for_itself_not_for_the_array():
-    # The last task of an array has the array's own id as SLURM_JOB_ID.
-    squeue = Squeue("N/A")
-    environ = {"SLURM_JOB_ID": "26", "SLURM_ARRAY_JOB_ID": "26", "SLURM_ARRAY_TASK_ID": "3"}
-    deadline_from_environment(environ, squeue)
-    assert squeue.asked[0][3] == "26_3"
-
-
-def test_of_several_answers_the_earliest_counts():
-    answer = "2026-11-21T15:03:00\nN/A\n2026-11-21T14:03:00\n"
-    assert deadline_from_environment({"SLURM_JOB_ID": "7"}, Squeue(answer)) == parse_end_time("2026-11-21T14:03:00")
+@pytest.mark.parametrize(
+    ("environ", "answer", "deadline", "asked"),
+    [
+        ({}, AT, None, None),  # outside a job
+        ({**JOB, "SLURM_JOB_END_TIME": "1795276980"}, AT, 1795276980.0, None),
+        (JOB, AT, 1795269780.0, "7"),  # 14:03:00 UTC
+        (JOB, "2026-07-01T12:00:00", 1782900000.0, "7"),  # summer time: 10:00:00 UTC
+        (JOB, f"{AT}N/A\n2026-11-21T14:03:00\n", 1795266180.0, "7"),  # the earliest of several
+        *((JOB, text, None, "7") for text in ("N/A", "NONE", "Unknown", "UNLIMITED", "", "n/a\n")),
+        # Nonsense in the environment is passed over.
+        *(
+            ({**JOB, "SLURM_JOB_END_TIME": text}, AT, 1795269780.0, "7")
+            for text in ("", "soon", "nan", "inf", "0", "-5")
+        ),
+        # The last task of an array has the array's own id as SLURM_JOB_ID: a task asks for itself, not for the array.
+        ({"SLURM_JOB_ID": "26", "SLURM_ARRAY_JOB_ID": "26", "SLURM_ARRAY_TASK_ID": "3"}, "N/A", None, "26_3"),
+    ],
+)
+def test_the_environment_wins_and_squeue_is_asked_once(environ, answer, deadline, asked):
+    commands = []
+    assert deadline_from_environment(environ, lambda command: (commands.append(tuple(command)), answer)[1]) == deadline
+    assert commands == ([("squeue", "-h", "-j", asked, "-o", "%e")] if asked else [])
 
 
 @pytest.mark.parametrize(
@@ -91,8 +57,13 @@ def test_of_several_answers_the_earliest_counts():
     ],
 )
 def test_a_failing_squeue_is_a_warning_with_a_remedy(failure, message):
+    def squeue(command):
+        if isinstance(failure, Exception):
+            raise failure
+        return failure
+
     with pytest.warns(RuntimeWarning, match=message) as caught:
-        assert deadline_from_environment({"SLURM_JOB_ID": "7"}, Squeue(failure)) is None
+        assert deadline_from_environment(JOB, squeue) is None
     assert len(caught) == 1
     assert "job 7" in str(caught[0].message)
     assert "Pass deadline=" in str(caught[0].message)
@@ -117,12 +88,6 @@ def test_a_squeue_on_the_path(tmp_path, monkeypatch):
 def test_a_squeue_on_the_path_that_fails(tmp_path, monkeypatch):
     fake_squeue(tmp_path, "echo 'slurm_load_jobs error: Unable to contact controller' >&2; exit 1", monkeypatch)
     with pytest.warns(RuntimeWarning, match="Unable to contact controller"):
-        assert deadline_from_environment({"SLURM_JOB_ID": "12"}) is None
-
-
-def test_no_squeue_anywhere(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.warns(RuntimeWarning, match="squeue"):
         assert deadline_from_environment({"SLURM_JOB_ID": "12"}) is None
 
 

@@ -41,8 +41,7 @@ def test_a_failed_write_leaves_the_old_outcome(tmp_path):
 
 def test_a_key_of_a_later_version_is_left_out(tmp_path):
     path = tmp_path / "outcome.json"
-    write_outcome(path, STOPPED)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "goodput": 0.97}))
+    path.write_text(json.dumps({**vars(STOPPED), "goodput": 0.97}))
     assert read_outcome(path) == STOPPED
 
 
@@ -54,24 +53,19 @@ def test_a_key_of_a_later_version_is_left_out(tmp_path):
         (b"[]", "TypeError"),
         (b"{}", "KeyError: 'state'"),
         (b'{"state": "\xff"}', "UnicodeDecodeError"),
+        *(
+            (json.dumps({**vars(STOPPED), name: value}).encode(), f"{name} is {value!r}")
+            for name, value in [("state", "done"), ("state", 3), ("step", "12"), ("root", None)]
+        ),
     ],
 )
-def test_garbage_is_corrupt(tmp_path, data, message):
+def test_garbage_and_wrong_values_are_corrupt(tmp_path, data, message):
     path = tmp_path / "outcome.json"
     path.write_bytes(data)
     with pytest.raises(CorruptError, match=message) as caught:
         read_outcome(path)
     assert str(path) in str(caught.value)
     assert "remove it" in str(caught.value)
-
-
-@pytest.mark.parametrize(("name", "value"), [("state", "done"), ("state", 3), ("step", "12"), ("root", None)])
-def test_a_wrong_value_is_corrupt(tmp_path, name, value):
-    path = tmp_path / "outcome.json"
-    write_outcome(path, STOPPED)
-    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
-    with pytest.raises(CorruptError, match=f"{name} is {value!r}"):
-        read_outcome(path)
 
 
 @pytest.mark.parametrize(

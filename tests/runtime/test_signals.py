@@ -7,68 +7,44 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ckptman import ConfigError, SignalHandler
+
+ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def send(number):
     os.kill(os.getpid(), number)
 
 
-@pytest.fixture(autouse=True)
-def _handlers_as_before():
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-    before = {number: signal.getsignal(number) for number in numbers}
+@pytest.fixture
+def restoring():
+    """Puts back the handlers that a test sets; that a SignalHandler is undone is looked at after every test."""
+    before = {number: signal.getsignal(number) for number in ALL}
     yield
-    after = {number: signal.getsignal(number) for number in numbers}
-    for number, previous in before.items():
-        signal.signal(number, previous)
-    assert after == before, "a SignalHandler was not undone"
-
-
-class Script:
-    """A Python process that prints what it sees, and waits for a line before it goes on."""
-
-    def __init__(self, body, prefix=""):
-        head = "import os, signal, sys, time\nfrom ckptman import SignalHandler\n"
-        code = textwrap.dedent(prefix) + head + textwrap.dedent(body)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def reads(self, line):
-        stream = self.process.stdout
-        assert stream.readline().strip() == line, self.process.communicate()
-
-    def signal(self, number):
-        self.process.send_signal(number)
-
-    def ends(self):
-        out, err = self.process.communicate(timeout=30)
-        return self.process.returncode, out, err
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 WAIT_TWICE = """
-    with SignalHandler(repeat_seconds=0) as signals:
-        print("ready", flush=True)
-        while not signals.requested:
-            time.sleep(0.01)
-        print("saw", signals.received.name, flush=True)
-        sys.stdin.readline()
-        print("not reached")
+import sys, time
+from ckptman import SignalHandler
+with SignalHandler(repeat_seconds=0) as signals:
+    print("ready", flush=True)
+    while not signals.requested:
+        time.sleep(0.01)
+    print("saw", signals.received.name, flush=True)
+    sys.stdin.readline()
+    print("not reached")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", ALL)
 def test_the_first_signal_sets_the_flag(number):
     with SignalHandler(repeat_seconds=0) as signals:
         assert not signals.requested
@@ -76,14 +52,9 @@ def test_the_first_signal_sets_the_flag(number):
         send(number)
         assert signals.requested
         assert signals.received is number
+        send(signal.SIGTERM if number != signal.SIGTERM else signal.SIGUSR1)
+        assert signals.received is number, "the first one is kept"
     assert signals.received is number, "still readable after the block"
-
-
-def test_the_first_one_is_kept():
-    with SignalHandler(repeat_seconds=0) as signals:
-        send(signal.SIGUSR2)
-        send(signal.SIGTERM)
-        assert signals.received is signal.SIGUSR2
 
 
 def test_only_the_given_signals():
@@ -92,89 +63,61 @@ def test_only_the_given_signals():
         assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_the_second_identical_signal_kills(number):
-    script = Script(WAIT_TWICE)
-    script.reads("ready")
-    script.signal(number)
-    script.reads(f"saw {number.name}")
-    script.signal(number)
-    code, out, err = script.ends()
-    assert (code, out) == (-number, ""), err
+@pytest.mark.parametrize(
+    ("first", "second", "code", "told"),
+    [
+        *((number, number, -number, "") for number in ALL if number != signal.SIGINT),
+        (signal.SIGINT, signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
+        (signal.SIGTERM, signal.SIGUSR1, 0, ""),
+    ],
+)
+def test_the_second_identical_signal_does_what_it_would_have_done(first, second, code, told):
+    command, pipes = [sys.executable, "-c", WAIT_TWICE], dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(first)
+        assert process.stdout.readline() == f"saw {first.name}\n"
+        process.send_signal(second)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, "" if code else "not reached\n"), err
+    assert told in err
 
 
-def test_the_second_interrupt_raises_keyboard_interrupt():
-    script = Script(WAIT_TWICE)
-    script.reads("ready")
-    script.signal(signal.SIGINT)
-    script.reads("saw SIGINT")
-    script.signal(signal.SIGINT)
-    code, out, err = script.ends()
-    assert code == -signal.SIGINT
-    assert "KeyboardInterrupt" in err
-    assert out == ""
-
-
-def test_a_second_other_signal_does_not_kill():
-    script = Script(WAIT_TWICE)
-    script.reads("ready")
-    script.signal(signal.SIGTERM)
-    script.reads("saw SIGTERM")
-    script.signal(signal.SIGUSR1)
-    code, out, _ = script.ends()
-    assert (code, out) == (0, "not reached\n")
-
-
-def test_the_second_signal_calls_the_handler_that_was_there():
+def test_the_second_signal_calls_the_handler_that_was_there(restoring):
     calls = []
 
     def mine(signum, frame):
         calls.append(signum)
 
-    before = signal.signal(signal.SIGUSR1, mine)
-    try:
-        with SignalHandler(repeat_seconds=0) as signals:
-            send(signal.SIGUSR1)
-            assert calls == []
-            assert signals.requested
-            send(signal.SIGUSR1)
-            assert calls == [signal.SIGUSR1]
-        assert signal.getsignal(signal.SIGUSR1) is mine
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, mine)
+    with SignalHandler(repeat_seconds=0) as signals:
+        send(signal.SIGUSR1)
+        assert calls == []
+        assert signals.requested
+        send(signal.SIGUSR1)
+        assert calls == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) is mine
 
 
-def test_an_ignored_signal_stays_ignored():
-    script = Script(
-        """
-        with SignalHandler(repeat_seconds=0) as signals:
-            print(signal.getsignal(signal.SIGHUP).name, flush=True)
-            for _ in range(3):
-                os.kill(os.getpid(), signal.SIGHUP)
-            print(signals.received, flush=True)
-        print(signal.getsignal(signal.SIGHUP).name, flush=True)
-        """,
-        prefix="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n",
-    )
-    code, out, err = script.ends()
-    assert code == 0, err
-    assert out.split() == ["SIG_IGN", "None", "SIG_IGN"]
+def test_an_ignored_signal_stays_ignored(restoring):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with SignalHandler(repeat_seconds=0) as signals:
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        for _ in range(3):
+            send(signal.SIGHUP)
+        assert signals.received is None
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_restored_after_an_exception():
-    before = signal.getsignal(signal.SIGTERM)
+def test_handlers_are_restored_whatever_leaves_the_block():
+    before = [signal.getsignal(number) for number in ALL]
     with pytest.raises(RuntimeError, match="step 3"), SignalHandler(repeat_seconds=0):
-        assert signal.getsignal(signal.SIGTERM) != before
+        assert signal.getsignal(signal.SIGTERM) != before[0]
         raise RuntimeError("step 3")
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_restored_when_the_second_interrupt_leaves_the_block():
-    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), SignalHandler(repeat_seconds=0):
         send(signal.SIGINT)
         send(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert [signal.getsignal(number) for number in ALL] == before
 
 
 def test_what_was_installed_is_undone_if_installing_fails(monkeypatch):
@@ -219,17 +162,6 @@ def test_nested_blocks_the_second_signal_reaches_the_outermost_disposition():
         send(signal.SIGINT)
 
 
-def test_a_signal_before_the_first_statement_of_the_body_is_seen():
-    class Early(SignalHandler):
-        def __enter__(self):
-            entered = super().__enter__()
-            send(signal.SIGTERM)
-            return entered
-
-    with Early() as signals:
-        assert signals.received is signal.SIGTERM
-
-
 def test_a_signal_between_two_handlers_being_set_is_seen(monkeypatch):
     real = signal.signal
 
@@ -244,38 +176,20 @@ def test_a_signal_between_two_handlers_being_set_is_seen(monkeypatch):
         assert signals.received is signal.SIGTERM
 
 
-def test_used_again_it_starts_afresh():
+def test_used_again_it_starts_afresh_but_not_inside_its_own_block():
     signals = SignalHandler(repeat_seconds=0)
-    with signals:
-        send(signal.SIGTERM)
-    with signals:
-        assert not signals.requested
-        send(signal.SIGTERM)
-        assert signals.requested
-
-
-def test_entered_twice_is_refused():
-    with SignalHandler(repeat_seconds=0) as signals:
-        with pytest.raises(ConfigError, match="make a new one"):
-            signals.__enter__()
-        send(signal.SIGTERM)
-        assert signals.requested
+    for _ in range(2):
+        with signals:
+            assert not signals.requested
+            with pytest.raises(ConfigError, match="make a new one"):
+                signals.__enter__()
+            send(signal.SIGTERM)
+            assert signals.requested
 
 
 def test_not_in_another_thread():
-    errors = []
-
-    def enter():
-        try:
-            SignalHandler(repeat_seconds=0).__enter__()
-        except ConfigError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(errors[0])
-    assert "hand it to the thread" in str(errors[0])
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match=r"main thread.*hand it to the thread"):
+        pool.submit(SignalHandler(repeat_seconds=0).__enter__).result()
 
 
 @pytest.mark.parametrize(
@@ -285,14 +199,6 @@ def test_not_in_another_thread():
 def test_signals_that_cannot_be_caught_are_refused(signals, message):
     with pytest.raises(ConfigError, match=message):
         SignalHandler(signals)
-
-
-def test_the_handler_calls_nothing_that_can_block():
-    # A signal in the middle of a print: a handler that writes raises "reentrant call" or deadlocks.
-    lock = threading.Lock()
-    with SignalHandler(repeat_seconds=0) as signals, lock:
-        send(signal.SIGTERM)
-        assert signals.requested
 
 
 def _wait_for_ever():
@@ -329,14 +235,22 @@ def test_a_launcher_that_repeats_a_signal_at_once_asks_once():
         assert signals.received is signal.SIGTERM
 
 
+@contextlib.contextmanager
+def announced(level=logging.INFO):
+    """A signal that comes while it would be announced."""
+    logging.getLogger("ckptman").setLevel(level)
+    with SignalHandler([signal.SIGTERM]) as signals, signals.announcing("saving"):
+        send(signal.SIGTERM)
+        yield
+        assert signals.requested
+
+
 def test_what_is_announced_is_said_at_once_and_never_blocks(monkeypatch):
     reader, writer = os.pipe()
-    logger = logging.getLogger("ckptman")
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logging.getLogger("ckptman"), "level", logging.INFO)
     with open(reader, "rb", buffering=0) as read, open(writer, "w") as stream:
         monkeypatch.setattr(sys, "__stderr__", stream)
-        with SignalHandler([signal.SIGTERM]) as signals, signals.announcing("saving"):
-            send(signal.SIGTERM)
+        with announced():
             said = b"ckptman: SIGTERM received: saving; a second one, 3 s later or more, ends the process at once\n"
             assert read.read(1000) == said
         os.set_blocking(writer, False)
@@ -344,18 +258,13 @@ def test_what_is_announced_is_said_at_once_and_never_blocks(monkeypatch):
             while True:
                 os.write(writer, b"x" * 4096)
         os.set_blocking(writer, True)
-        with SignalHandler([signal.SIGTERM]) as signals, signals.announcing("saving"):
-            send(signal.SIGTERM)  # nobody reads the pipe, and it is full
-            assert signals.requested
+        with announced():
+            pass  # nobody reads the pipe, and it is full
         os.set_blocking(reader, False)
-        left = b"".join(iter(lambda: read.read(65536) or b"", b""))
-        assert b"ckptman" not in left
-        monkeypatch.setattr(logger, "level", logging.WARNING)
-        with SignalHandler([signal.SIGTERM]) as signals, signals.announcing("saving"):
-            send(signal.SIGTERM)
-            assert signals.requested
-        assert read.read(1000) is None, "whoever silences the logger silences this"
-        monkeypatch.setattr(logger, "level", logging.INFO)
+        assert b"ckptman" not in b"".join(iter(lambda: read.read(65536) or b"", b""))
+        with announced(logging.WARNING):
+            assert read.read(1000) is None, "whoever silences the logger silences this"
+        logging.getLogger("ckptman").setLevel(logging.INFO)
         with SignalHandler([signal.SIGTERM]) as signals:
             with signals.announcing("saving"):
                 pass

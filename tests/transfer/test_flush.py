@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 from multiprocessing import get_context
 
@@ -24,13 +23,15 @@ from ckptman.format.manifest import Nonfinite, read_manifest
 from ckptman.format.paths import step_folder
 from ckptman.io.durable_files import Disk
 from ckptman.policies.retention_rules import KeepLast
+from ckptman.transfer import flush as flushing
 from ckptman.transfer.flush import Flushed, flush
 from tests.faults.powercut import Flushes, survive, watched
 from tests.helpers.checkpoints import commit, flip_byte, steps_of
-from tests.helpers.faulty_disk import WHEN, Death, Fault, FaultyDisk, holds
+from tests.helpers.faulty_disk import WHEN, Death, Fault, FaultyDisk, drawn, holds
 from tests.helpers.node_memory import hold, live_rank, memory_of, nodes_with
 
 FORK = get_context("fork")
+WHOLE = (pytest.mark.campaign, pytest.mark.timeout(1800))
 THREE = {"a": [0, 1, 3], "b": [0, 1, 2], "c": [2, 3]}
 """Four ranks on three nodes, each part on two."""
 LARGE = 2_000_000
@@ -87,44 +88,45 @@ def test_each_node_brings_its_share_and_one_commits(tmp_path):
     assert steps_of(Catalog(root).scan()) == [100, 120]
 
 
-def test_nodes_that_were_killed_between_commits_agree_on_the_newest(tmp_path):
+EVERY, OLDER = range(4), "step 110 is on disk, from the memory of 2 nodes"
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "has_manifest", "nodes", "late", "step", "why"),
+    [
+        # A node that comes late is waited for.
+        ({}, {"a": [0, 1], "b": [2, 3]}, "ab", None, "b", 120, None),
+        # Nodes that were killed between commits agree on the newest.
+        ({"b": EVERY}, {"a": [0, 1], "b": [2, 3]}, "a", None, "a", 120, None),
+        # What nobody has all of does not keep the one before from disk.
+        *(
+            (
+                {"a": [0, 1, 2], "b": [2, 3]},
+                {"b": [0, 1]},
+                "b",
+                2,
+                late,
+                110,
+                OLDER + "; step 120, which is newer, was not complete",
+            )
+            for late in ("", "a", "b")
+        ),
+        # A save that never ended keeps nobody waiting once all are there.
+        ({"a": EVERY, "b": EVERY}, {"a": [0, 1], "b": [0, 1]}, "", 2, "", 110, None),
+    ],
+)
+def test_nodes_agree_on_the_newest_that_they_have_all_of(tmp_path, older, newer, has_manifest, nodes, late, step, why):
     root = tmp_path / "root"
-    memories = nodes_with(tmp_path, 110, {"b": range(4)})
-    memories["a"] = memory_of(tmp_path / "shm", root, "a")
-    newer = commit(tmp_path / "made", 120, ranks=4).path
-    hold(memories["a"], newer, [0, 1])
-    hold(memories["b"], newer, [2, 3], manifest=False)
-    told = on_all(root, list(memories.values()), late=["a"])
-    assert {each.step for each in told.values()} == {120}
-    assert set(holds(root)) == {120}
-
-
-@pytest.mark.parametrize("late", [[], ["a"], ["b"]])
-def test_what_nobody_has_all_of_does_not_keep_the_one_before_from_disk(tmp_path, late):
-    root = tmp_path / "root"
-    memories = nodes_with(tmp_path, 110, {"a": [0, 1, 2], "b": [2, 3]})
-    newer = commit(tmp_path / "made", 120, ranks=4).path
-    hold(memories["b"], newer, [0, 1])
-    told = on_all(root, list(memories.values()), nodes=2, late=late)
-    assert set(holds(root)) == {110}
-    whys = {each.why for each in told.values()}
-    last = "step 110 is on disk, from the memory of 2 nodes"
-    # Node a, which has nothing of it, may see that b has gone.
-    assert whys - {last} == {f"{last}; step 120, which is newer, was not complete"}
-
-
-def test_a_save_that_never_ended_keeps_nobody_waiting_once_all_are_there(tmp_path):
-    root = tmp_path / "root"
-    memories = nodes_with(tmp_path, 110, {"a": range(4), "b": range(4)})
-    newer = commit(tmp_path / "made", 120, ranks=4).path
-    for memory in memories.values():
-        hold(memory, newer, [0, 1], manifest=False)
-    begun = time.monotonic()
-    told = on_all(root, list(memories.values()), nodes=2, timeout_seconds=100)
-    assert {each.step for each in told.values()} == {110}
-    assert time.monotonic() - begun < 30
-    only = flush(root, memories["a"], timeout_seconds=0.3)
-    assert only.why == "step 110 on disk is the same as in memory, or newer"
+    memories = nodes_with(tmp_path, 110, older)
+    checkpoint = commit(tmp_path / "made", 120, ranks=4).path
+    for node, ranks in newer.items():
+        memories.setdefault(node, memory_of(tmp_path / "shm", root, node))
+        hold(memories[node], checkpoint, ranks, manifest=node in has_manifest)
+    told = on_all(root, list(memories.values()), nodes=nodes, late=late, timeout_seconds=100 if nodes else 20)
+    assert {each.step for each in told.values()} == {step}
+    assert holds(root).keys() == {step}
+    if why is not None:  # node a, which has nothing of the newer one, may see that b has gone
+        assert {each.why for each in told.values()} - {OLDER} == {why}
 
 
 def test_what_is_missing_is_said_and_what_the_run_goes_on_from(tmp_path):
@@ -144,12 +146,6 @@ def test_what_is_missing_is_said_and_what_the_run_goes_on_from(tmp_path):
     assert not left_in(root)
 
 
-def test_a_node_that_comes_late_is_waited_for(tmp_path):
-    memories = nodes_with(tmp_path, 120, {"a": [0, 1], "b": [2, 3]})
-    told = on_all(tmp_path / "root", list(memories.values()), late=["b"])
-    assert {each.step for each in told.values()} == {120}
-
-
 def test_a_part_whose_bytes_changed_comes_from_another_node(tmp_path):
     root = tmp_path / "root"
     memories = nodes_with(tmp_path, 120, {"a": range(4), "b": range(4)}, rows=LARGE)
@@ -161,29 +157,23 @@ def test_a_part_whose_bytes_changed_comes_from_another_node(tmp_path):
     assert set(holds(root)) == {120}
 
 
-def test_bytes_that_changed_on_all_nodes_never_get_to_disk(tmp_path):
-    memories = nodes_with(tmp_path, 120, {"a": range(4)})
-    flip_byte(memories["a"].path_of(120) / "__2_0.distcp")
-    with pytest.raises(CorruptError, match=r"step 120 in memory is not complete: .*__2_0\.distcp has other bytes"):
-        flush(tmp_path / "root", memories["a"], nodes=1)
-    assert not holds(tmp_path / "root")
-
-
-@pytest.mark.parametrize("what", ["shorter", "link", "folder", "gone"])
-def test_what_is_no_file_of_its_size_is_not_brought(tmp_path, what):
-    memories = nodes_with(tmp_path, 120, {"a": range(4)})
-    path = memories["a"].path_of(120) / "__2_0.distcp"
-    data = path.read_bytes()
-    path.unlink()
-    if what == "shorter":
-        path.write_bytes(data[:-1])
-    elif what == "link":
-        (tmp_path / "elsewhere").write_bytes(data)
-        path.symlink_to(tmp_path / "elsewhere")
-    elif what == "folder":
-        path.mkdir()
-    with pytest.raises(NotFoundError, match=r"__2_0\.distcp"):
-        flush(tmp_path / "root", memories["a"], nodes=1)
+@pytest.mark.parametrize("what", ["changed", "shorter", "link", "folder", "gone"])
+def test_what_is_no_file_of_its_bytes_is_not_brought(tmp_path, monkeypatch, what):
+    monkeypatch.setattr(flushing, "_LINGER_SECONDS", 0.0)
+    memory = nodes_with(tmp_path, 120, {"a": range(4)})["a"]
+    path = memory.path_of(120) / "__2_0.distcp"
+    aside = path.rename(tmp_path / "elsewhere")
+    {
+        "changed": lambda: path.write_bytes(bytes(len(aside.read_bytes()))),
+        "shorter": lambda: path.write_bytes(aside.read_bytes()[:-1]),
+        "link": lambda: path.symlink_to(aside),
+        "folder": path.mkdir,
+        "gone": lambda: None,
+    }[what]()
+    error = CorruptError if what == "changed" else NotFoundError
+    told = r"__2_0\.distcp has other bytes" if what == "changed" else r"__2_0\.distcp"
+    with pytest.raises(error, match=rf"step 120 in memory is not complete: .*{told}"):
+        flush(tmp_path / "root", memory, nodes=1)
     assert not holds(tmp_path / "root")
 
 
@@ -194,10 +184,8 @@ def test_the_newer_attempt_is_newer_at_whatever_step(tmp_path):
     memories = nodes_with(tmp_path, 120, {"a": range(4)}, attempt=2)
     assert flush(root, memories["a"]).committed == 120
     entries = Catalog(root).scan()
-    assert [(each.step, each.sequence, each.require_manifest().attempt) for each in entries] == [
-        (300, 1, 1),
-        (120, 3, 2),
-    ]
+    found = [(each.step, each.sequence, each.require_manifest().attempt) for each in entries]
+    assert found == [(300, 1, 1), (120, 3, 2)]
     assert not left_in(root)
 
 
@@ -213,18 +201,16 @@ def test_what_is_on_disk_already_or_was_rolled_back_is_left_where_it_is(tmp_path
     assert set(holds(root)) == {130}
 
 
-def test_nothing_in_memory_is_no_error(tmp_path):
-    commit(tmp_path / "root", 90)
+def test_nothing_in_memory_or_only_a_save_that_never_ended_is_no_error(tmp_path):
+    root = tmp_path / "root"
+    commit(root, 90)
     nothing = NodeMemory(tmp_path / "shm", "0" * 32, "a")
-    assert flush(tmp_path / "root", nothing) == Flushed(90, "a holds nothing of it in memory")
+    assert flush(root, nothing) == Flushed(90, "a holds nothing of it in memory")
     with pytest.raises(NotFoundError, match="no checkpoint root"):
         flush(tmp_path / "nowhere", nothing)
-
-
-def test_only_a_save_that_never_ended(tmp_path):
-    memory = memory_of(tmp_path / "shm", tmp_path / "root", "a")
+    memory = memory_of(tmp_path / "shm", root, "a")
     hold(memory, commit(tmp_path / "made", 120, ranks=4).path, range(4), manifest=False)
-    assert flush(tmp_path / "root", memory, nodes=1).why == "what is in memory was not complete when the run ended"
+    assert flush(root, memory, nodes=1).why == "what is in memory was not complete when the run ended"
 
 
 def test_a_run_that_is_alive_is_left_alone(tmp_path):
@@ -239,14 +225,11 @@ def test_a_run_that_is_alive_is_left_alone(tmp_path):
     finally:
         other.release()
     assert not holds(root)
-    assert flush(root, memories["a"]).committed == 120
-
-
-def test_others_may_not_have_made_what_is_in_memory(tmp_path):
-    memories = nodes_with(tmp_path, 120, {"a": range(4)})
     memories["a"].folder.parent.chmod(0o777)
     with pytest.raises(ConfigError, match="others may write to it"):
-        flush(tmp_path / "root", memories["a"])
+        flush(root, memories["a"])
+    memories["a"].folder.parent.chmod(0o700)
+    assert flush(root, memories["a"]).committed == 120
 
 
 def test_a_full_disk_is_told_and_the_next_flush_ends_it(tmp_path):
@@ -313,95 +296,80 @@ def dies(root, memory, fault):
     return child.exitcode == 9
 
 
-@pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_flush_that_dies_anywhere_leaves_nothing_that_counts_and_the_next_ends_it(tmp_path, thorough):
+def every_fault(root, memory):
+    """Each operation of a flush to a copy of a root, and how it can fail."""
+    disk, fresh = FaultyDisk(), root.with_name("counted")
+    shutil.copytree(root, fresh)
+    flush(fresh, memory, disk=disk)
+    assert len(disk.log) > 50
+    return [Fault(number, when) for number in range(len(disk.log)) for when in WHEN]
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(10**6, marks=WHOLE)])
+def test_a_flush_that_dies_anywhere_leaves_nothing_that_counts_and_the_next_ends_it(tmp_path, count):
     root = tmp_path / "root"
     commit(root, 100)
-    memories = nodes_with(tmp_path, 120, {"a": range(4)})
-    died = 0
-    for number in range(1000):
-        for when in WHEN if thorough else [WHEN[number % 3]]:
-            fresh = tmp_path / f"{number}-{when}"
-            subprocess.run(["cp", "-a", str(root), str(fresh)], check=True)
-            if not dies(fresh, memories["a"], Fault(number, when)):
-                assert died > (150 if thorough else 50)
-                return
-            died += 1
-            before = holds(fresh)
-            assert set(before) - {120} == {100}
-            # Another process of the same node takes it up, or finds it done.
-            assert flush(fresh, memories["a"]).step == 120
-            assert holds(fresh)[120][0] == 2
-            execute(fresh, plan_prune(fresh, None), "cli0badf00d")
-            assert not left_in(fresh)
+    memory = nodes_with(tmp_path, 120, {"a": range(4)})["a"]
+    for number, fault in enumerate(drawn(every_fault(root, memory), count)):
+        fresh = tmp_path / f"root-{number}"
+        shutil.copytree(root, fresh)
+        assert dies(fresh, memory, fault), fault
+        assert holds(fresh).keys() - {120} == {100}
+        # Another process of the same node takes it up, or finds it done.
+        assert flush(fresh, memory).step == 120
+        assert holds(fresh)[120][0] == 2
+        execute(fresh, plan_prune(fresh, None), "cli0badf00d")
+        assert not left_in(fresh)
 
 
 @pytest.mark.slow
-def test_what_was_begun_again_and_finished_outlives_a_power_cut(tmp_path, monkeypatch):
+@pytest.mark.parametrize("count", [5, pytest.param(10**6, marks=WHOLE)])
+def test_what_was_begun_again_and_finished_outlives_a_power_cut(tmp_path, monkeypatch, count):
     for module in (writer_lock, reader_lease):  # whoever died in this process is dead, although its pid is alive
         monkeypatch.setattr(module, "process_lives", lambda claimant: False)
     monkeypatch.setattr(writer_lock, "PATIENCE_SECONDS", 0)
-    memory = nodes_with(tmp_path, 120, {"a": range(4)})["a"]
-    commit(tmp_path / "root", 100)
-    before, struck = holds(tmp_path / "root"), 0
-    for number in range(1000):
+    root, memory = tmp_path / "root", nodes_with(tmp_path, 120, {"a": range(4)})["a"]
+    commit(root, 100)
+    every = [fault for fault in every_fault(root, memory) if fault.when == "before"]
+    for number, fault in enumerate(drawn(every, count)):
         world, flushed = tmp_path / f"world-{number}", tmp_path / f"flushed-{number}"
-        shutil.copytree(tmp_path / "root", world / "root")
-        disk = FaultyDisk(Fault(number))
+        shutil.copytree(root, world / "root")
         with watched(Flushes(world, flushed)):
-            with contextlib.suppress(Death):
-                flush(world / "root", memory, disk=disk)
+            with pytest.raises(Death):
+                flush(world / "root", memory, disk=FaultyDisk(fault))
             assert flush(world / "root", memory).step == 120
         left = survive(world, flushed, tmp_path / f"left-{number}", "everything", random.Random(number))
         found = holds(left / "root")
-        assert found.items() > before.items()
+        assert found.items() > holds(root).items()
         assert found[120][0] == 2
-        struck += disk.struck
-        if not disk.struck:
-            break
-    assert struck > 50
 
 
-def test_the_others_go_on_without_one_that_is_killed(tmp_path):
-    """With each part on two nodes, any one of the three may go at any moment."""
-    memories = nodes_with(tmp_path, 120, THREE, rows=LARGE)
-    chance = random.Random(25)
-    for number in range(12):
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=WHOLE)])
+@pytest.mark.parametrize("whom", ["one", "all"])
+def test_kills_at_any_moment_cost_nothing_that_the_others_or_a_next_flush_cannot_bring(tmp_path, whom, kills):
+    """With each part on two nodes, any one of the three may go; where all do, they begin again."""
+    memories = list(nodes_with(tmp_path, 120, THREE, rows=LARGE).values())
+    chance = random.Random(seed := random.randrange(2**32))
+    print(f"seed {seed}")
+    for number in range(kills):
         root = tmp_path / f"root-{number}"
-        subprocess.run(["cp", "-a", str(tmp_path / "root"), str(root)], check=True)
+        shutil.copytree(tmp_path / "root", root)
         commit(root, 100)
 
-        def kill_one(children):
+        def kill(children):
             time.sleep(chance.uniform(0, 0.35))
-            one = chance.choice(children)
-            assert one.pid is not None
-            os.kill(one.pid, signal.SIGKILL)
+            for child in children if whom == "all" else [chance.choice(children)]:
+                child.kill()
 
-        told = on_all(root, list(memories.values()), act=kill_one)
+        told = on_all(root, memories, act=kill)
+        assert holds(root).keys() - {120} == {100}
+        if whom == "all":
+            told = on_all(root, memories)
         assert {each.step for each in told.values()} <= {120}
         assert len(told) >= 2
         assert {step: sequence for step, (sequence, _) in holds(root).items()} == {100: 1, 120: 2}
         execute(root, plan_prune(root, None), "cli0badf00d")
         assert not left_in(root)
-
-
-def test_all_of_them_are_killed_and_begin_again(tmp_path):
-    memories = nodes_with(tmp_path, 120, {"a": [0, 1], "b": [2, 3]}, rows=LARGE)
-    chance = random.Random(52)
-    for number in range(8):
-        root = tmp_path / f"root-{number}"
-        subprocess.run(["cp", "-a", str(tmp_path / "root"), str(root)], check=True)
-
-        def kill_all(children):
-            time.sleep(chance.uniform(0, 0.35))
-            for child in children:
-                child.kill()
-
-        on_all(root, list(memories.values()), act=kill_all)
-        assert set(holds(root)) <= {120}
-        told = on_all(root, list(memories.values()))
-        assert {each.step for each in told.values()} == {120}
-        assert {step: sequence for step, (sequence, _) in holds(root).items()} == {120: 1}
 
 
 def test_a_process_that_stands_still_does_not_keep_the_others(tmp_path):
@@ -422,7 +390,7 @@ def test_a_process_that_stands_still_does_not_keep_the_others(tmp_path):
     assert child.pid is not None
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
     try:
-        assert flush(root, memories["a"], timeout_seconds=8).committed == 120
+        assert flush(root, memories["a"], timeout_seconds=3).committed == 120
     finally:
         os.kill(child.pid, signal.SIGCONT)
         child.join()
