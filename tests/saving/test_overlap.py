@@ -143,26 +143,6 @@ def test_without_overlap_nothing_is_copied_later(tmp_path, monkeypatch):
     assert differing(saved_values(tmp_path / ONE), expected) == []
 
 
-def test_many_steps_with_a_save_at_each(tmp_path, monkeypatch):
-    run, original, expected = Run(), Slot.copy, {}
-
-    def slow(slot, memory, numbers):
-        for number in numbers:
-            original(slot, memory, [number])
-            time.sleep(0.0005)
-
-    monkeypatch.setattr(Slot, "copy", slow)
-    policy = ckptman.EverySteps(1)
-    with open_run(tmp_path, run.state, overlap=True, save_policy=policy) as checkpointer:
-        for step in range(1, 9):
-            run.backward(step)
-            run.step()
-            expected[step] = run.values()
-            checkpointer.step(step)
-    for step, values in expected.items():
-        assert differing(saved_values(tmp_path / f"step-{step:010d}"), values) == [], step
-
-
 def test_two_saves_without_a_step_between_and_one_at_the_end(tmp_path, monkeypatch):
     run, held = Run(), HeldUp(monkeypatch)
     with open_run(tmp_path, run.state, overlap=True) as checkpointer:

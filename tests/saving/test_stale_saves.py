@@ -2,7 +2,6 @@
 
 import contextlib
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from ckptman.saving.writer import Draft
 from tests.helpers.apps import App
 from tests.helpers.ranks import run_ranks
 
-Event = dict[str, Any]
 LARGE = 3 * BLOCK_BYTES // 4 + 5
 """Elements of float32: three blocks of a data file and a bit."""
 
@@ -121,18 +119,15 @@ def test_a_run_that_trains_is_not_stale(tmp_path, options):
     assert save_after(tmp_path, run.state, *[run.train] * 4, **options) == []
 
 
-@pytest.mark.parametrize("name", ["first", "large", "last"])
-@pytest.mark.parametrize("place", [0, -1, BLOCK_BYTES // 4, BLOCK_BYTES // 8])
-def test_one_element_of_one_parameter_is_enough(tmp_path, name, place):
-    run = Run()
-    parameter = getattr(run.model, name).data.view(-1)
-
-    def change():
-        run.go_on()
-        parameter[min(place, len(parameter) - 1)] += 1
-
+def test_one_element_of_one_parameter_is_enough(tmp_path):
+    """The first, the last, and those at and within the blocks of a file. Behind each change, nothing changes."""
+    run, changes = Run(), []
     run.train()
-    assert save_after(tmp_path, run.state, change, change, run.go_on, change, run.go_on) == [3, 5]
+    for parameter in run.model.parameters():
+        for place in (0, -1, BLOCK_BYTES // 4, BLOCK_BYTES // 8):
+            element = parameter.data.view(-1)[min(place, parameter.numel() - 1)]
+            changes += [lambda element=element: (run.go_on(), element.add_(1)), run.go_on]
+    assert save_after(tmp_path, run.state, *changes) == [*range(2, len(changes) + 1, 2)]
 
 
 @pytest.mark.slow
@@ -188,8 +183,8 @@ def test_a_module_without_an_optimizer(tmp_path):
 def test_a_frozen_module_and_none_at_all(tmp_path):
     run = Run(optimizer=False)
     run.model.requires_grad_(False)
-    assert save_after(tmp_path / "frozen", run.state, run.go_on, run.go_on) == []
-    assert save_after(tmp_path / "none", {"x": {"w": torch.ones(4)}, "n": 1}, *[lambda: None] * 2) == []
+    for name, state in {"frozen": run.state, "none": {"x": {"w": torch.ones(4)}, "n": 1}}.items():
+        assert save_after(tmp_path / name, state, run.go_on, run.go_on) == []
 
 
 def test_steps_that_were_counted_and_not_made(tmp_path):
@@ -251,38 +246,31 @@ def test_after_a_resume_there_is_nothing_to_compare_with(tmp_path):
 
 
 def test_what_failed_to_be_saved_is_not_compared_with(tmp_path, monkeypatch):
-    run, commit, fails = Run(), Draft.commit, [False]
+    def failing(*_):
+        raise OSError("no space")
+
+    def fail(step):
+        with monkeypatch.context() as patched, pytest.raises(ckptman.CommitError):
+            patched.setattr(Draft, "commit", failing)
+            checkpointer.save(step)
+
+    run = Run()
     run.train()
-    before = run.model.first.detach().clone()
-
-    def failing(draft, *args):
-        if fails[0]:
-            raise OSError("no space")
-        commit(draft, *args)
-
-    monkeypatch.setattr(Draft, "commit", failing)
+    first = run.model.first.data
+    before = first.clone()
     with told(), ckptman.Checkpointer(tmp_path, run.state, deadline=None, async_save=False) as checkpointer:
         checkpointer.save(1)
-        fails[0] = True
-        run.model.first.data += 1
-        with pytest.raises(ckptman.CommitError):
-            checkpointer.save(2)
-        fails[0] = False
-        run.model.first.data += 1
+        first += 1
+        fail(2)
+        first += 1
         checkpointer.save(3)
-        run.model.first.data.copy_(before)
-        fails[0] = True
-        with pytest.raises(ckptman.CommitError):
-            checkpointer.save(4)
-        fails[0] = False
+        first.copy_(before)
+        fail(4)
         checkpointer.save(5)
         assert stale_events(tmp_path) == []
-        fails[0] = True
-        run.model.first.data += 1
-        with pytest.raises(ckptman.CommitError):
-            checkpointer.save(6)
-        fails[0] = False
-        run.model.first.data.copy_(before)
+        first += 1
+        fail(6)
+        first.copy_(before)
         checkpointer.save(7)
     assert [(event["previous_step"], event["step"]) for event in stale_events(tmp_path)] == [(5, 7)]
 
