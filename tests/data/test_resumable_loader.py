@@ -177,22 +177,14 @@ def test_a_worker_is_shown_its_dataset():
 def test_what_was_consumed_is_not_read_again():
     read = []
 
-    class Reads(Dataset[int]):
-        def __len__(self):
-            return SAMPLES
-
+    class Reads(Noisy):
         def __getitem__(self, index):
             read.append(index)
             return index
 
-    first = ckptman.ResumableLoader(DataLoader(Reads(), 4))
-    iterator = iter(first)
-    next(iterator), next(iterator)
-    second = ckptman.ResumableLoader(DataLoader(Reads(), 4))
-    second.load_state_dict(first.state_dict())
+    _, second = goes_on(lambda: DataLoader(Reads(), 4))
     read.clear()
-    assert next(iter(second)).tolist() == [8, 9, 10, 11]
-    assert read == [8, 9, 10, 11]
+    assert next(iter(second)).tolist() == read == [8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("kind", PLAIN)
@@ -225,12 +217,17 @@ def test_a_stateful_loader_keeps_its_own_state():
     check_cuts(lambda: ckptman.ResumableLoader(stateful(Positioned())))
 
 
-def test_an_iterable_dataset_is_read_again():
-    first = ckptman.ResumableLoader(DataLoader(Counting(), 4))
+def goes_on(make):
+    """A loader of which two batches were consumed, its iterator, and another one that goes on from there."""
+    first, second = (ckptman.ResumableLoader(make()) for _ in range(2))
     iterator = iter(first)
     next(iterator), next(iterator)
-    second = ckptman.ResumableLoader(DataLoader(Counting(), 4))
     second.load_state_dict(first.state_dict())
+    return iterator, second
+
+
+def test_an_iterable_dataset_is_read_again():
+    iterator, second = goes_on(lambda: DataLoader(Counting(), 4))
     assert [each.tolist() for each in second] == [each.tolist() for each in iterator]
     assert second.epoch == 1
 
@@ -253,22 +250,22 @@ def test_iterated_twice_at_once():
         next(first)
 
 
-def test_an_iterator_cannot_be_wrapped():
-    with pytest.raises(ConfigError, match="only once: give the DataLoader itself"):
-        ckptman.ResumableLoader(iter(DataLoader(range(4))))
-
-
-def test_data_of_another_length():
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda: DataLoader(Noisy(), 5, shuffle=True),
+            "within an epoch of a loader with batches 6, and this one has 5",
+        ),
+        (lambda: DataLoader(Noisy(), 4), "samplers RandomSampler, BatchSampler, and this one has SequentialSampler"),
+        (elastic, "another kind of loader"),
+    ],
+)
+def test_data_of_another_length(make, told):
     loader = start(shuffled)
     next(iter(loader))
-    other = ckptman.ResumableLoader(DataLoader(Noisy(), 5, shuffle=True))
-    with pytest.raises(ConfigError, match="within an epoch of a loader with batches 6, and this one has 5"):
-        other.load_state_dict(loader.state_dict())
-    other = ckptman.ResumableLoader(DataLoader(Noisy(), 4))
-    with pytest.raises(ConfigError, match="samplers RandomSampler, BatchSampler, and this one has SequentialSampler"):
-        other.load_state_dict(loader.state_dict())
-    with pytest.raises(ConfigError, match="another kind of loader"):
-        start(elastic).load_state_dict(loader.state_dict())
+    with pytest.raises(ConfigError, match=told):
+        start(make).load_state_dict(loader.state_dict())
 
 
 @pytest.mark.parametrize("value", [DataLoader(Noisy(), 4), iter([1, 2])], ids=["loader", "iterator"])
@@ -385,9 +382,10 @@ def test_behind_a_sample_that_cannot_be_read_comes_the_next_batch(workers, by_ac
         assert next(each)[:, 0].tolist() == [8, 9, 10, 11]
 
 
-def test_an_epoch_may_be_ended_early():
+def test_an_epoch_may_be_ended_early_and_a_loader_copied():
     loader = start(shuffled)
     next(iter(loader))
+    assert copy.deepcopy(loader).state_dict() == loader.state_dict()
     loader.end_epoch()
     assert (loader.epoch, loader.batch, loader.state_dict()["begun"]) == (1, 0, False)
 
@@ -395,16 +393,11 @@ def test_an_epoch_may_be_ended_early():
 def test_what_has_no_position():
     with pytest.raises(ConfigError, match="out of order have no position"):
         ckptman.ResumableLoader(DataLoader(Noisy(), 4, num_workers=1, in_order=False))
+    with pytest.raises(ConfigError, match="only once: give the DataLoader itself"):
+        ckptman.ResumableLoader(iter(DataLoader(range(4))))
     for state in (None, 3, {}, {"epoch": 1}, {"epoch": 1, "batch": 0, "begun": False}):
         with pytest.raises(ConfigError, match="another kind of loader under this name, or none"):
             start(shuffled).load_state_dict(state)
-
-
-def test_a_copy_of_a_loader_can_be_made():
-    loader = start(shuffled)
-    next(iter(loader))
-    copied = copy.deepcopy(loader)
-    assert copied.state_dict() == loader.state_dict()
 
 
 def test_a_state_with_a_loader_and_without_generators_is_warned_of(tmp_path):

@@ -213,8 +213,7 @@ class FakeDevice:
 
     def current_stream(self, device: torch.device | int | None = None) -> _Stream:
         index = self._index(device)
-        found: _Stream = getattr(self.local, "streams", {}).get(index, self._main[index])
-        return found
+        return getattr(self.local, "streams", {}).get(index, self._main[index])
 
     @contextlib.contextmanager
     def stream(self, stream: _Stream | None) -> Iterator[None]:
@@ -270,7 +269,6 @@ class FakeDevice:
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what a tensor holds once everything is done."""
-        assert isinstance(tensor, OnDevice)
         self.synchronize(tensor.device)
         return tensor.inner.clone()
 
@@ -292,7 +290,6 @@ class FakeDevice:
 
     def break_capture(self, why: str) -> None:
         """End what is being captured with an error. Raises: RuntimeError."""
-        assert self.graph is not None
         self.graph.broken = why
         raise RuntimeError(why)
 
@@ -316,7 +313,6 @@ class FakeDevice:
             raise RuntimeError(last)
         stream = self.current_stream(device)
         if stream.is_capturing():
-            assert self.graph is not None
             self.graph.works.append(work)
         else:
             stream.submit(work)
@@ -414,7 +410,6 @@ class OnDevice(torch.Tensor):
         if "device" in inner_kwargs:
             inner_kwargs["device"] = torch.device("cpu")
         like = func(*tree_map(_as_meta, inner_args), **tree_map(_as_meta, inner_kwargs))
-        assert isinstance(like, torch.Tensor), func
         made = OnDevice(_Memory(module, like.shape, like.dtype, module.current_stream(device)))
         target = made.inner
         module.launch(name, lambda: target.copy_(func(*inner_args, **inner_kwargs)), device)
@@ -439,8 +434,6 @@ def _copy(
     module: FakeDevice, name: str, device: torch.device, target: torch.Tensor, source: torch.Tensor, later: bool
 ) -> torch.Tensor:
     to, of = _inner(target), _inner(source)
-    assert isinstance(to, torch.Tensor)
-    assert isinstance(of, torch.Tensor)
     module.launch(name, lambda: to.copy_(of), device)  # it keeps neither of them alive: that is for the caller
     host = next((each for each in (target, source) if not isinstance(each, OnDevice)), None)
     if host is not None and not (later and module.is_pinned(host)):

@@ -5,7 +5,6 @@ import os
 import threading
 import time
 import warnings
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,11 +13,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptman
 from ckptman.saving import staging
-from ckptman.saving.staging import Slot, Stager
+from ckptman.saving.staging import Slot
 from ckptman.state import accelerators
 from ckptman.state.file_layout import Image
+from tests.dcp.test_values import differing as differing_values
+from tests.gpu.device import Run, check_saved, open_run, values_of
 from tests.helpers.fake_device import OnDevice, fake_devices
-from tests.saving.test_staging import behind, differing, file_of
+from tests.saving.test_staging import behind, differing, file_of, stager_of
 
 ZERO = torch.device("cuda", 0)
 
@@ -31,10 +32,8 @@ def device():
 
 @pytest.fixture
 def stager():
-    made = Stager(SimpleNamespace(idle=False))
-    made._has_room = lambda file: True
-    yield made
-    made.close()
+    with stager_of() as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -254,127 +253,89 @@ def slow(device, monkeypatch):
     monkeypatch.setattr(Slot, "copy", slowly)
 
 
-class Model(torch.nn.Module):
-    def __init__(self, device):
-        super().__init__()
-        self.weight = torch.nn.Parameter(device.tensor(torch.full((1000,), 1.0)))
-        self.register_buffer("seen", device.tensor(torch.zeros(10)))
-
-
-class Run:
-    """A model on a device, and its optimizer, which adds 1 to its parameter in each step."""
-
-    def __init__(self, device, root, **options):
-        self.device, self.root = device, root
-        self.model = Model(device)
-        self.optimizer = torch.optim.SGD([self.model.weight], lr=1.0)
-        self.model.weight.grad = device.tensor(torch.full((1000,), -1.0))
-        self.state = {"model": self.model, "optimizer": self.optimizer}
-        self.checkpointer = ckptman.Checkpointer(root, self.state, deadline=None, overlap=True, **options)
-
-    @property
-    def staging_stream(self):
-        assert self.checkpointer._saver._stager is not None
-        streams = self.checkpointer._saver._stager._streams
-        return streams.setdefault(ZERO, self.device.Stream(ZERO))
-
-    def saved(self, step):
-        """The values in the parameter of a checkpoint."""
-        found = {"model": {"weight": torch.zeros(1000), "seen": torch.zeros(10)}}
-        ckptman.load(found, self.root / f"step-{step:010d}")
-        return found["model"]["weight"].unique().tolist()
-
-
-def captured(run):
-    with run.device.capture() as graph:
-        run.optimizer.step()
+def captured(device, run):
+    with device.capture() as graph:
+        run.second.step()
     return graph.replay
 
 
-def replays_at_once(run, replay):
-    """Save, and go on with steps that call no hook, while nothing is copied until the end. Returns what was saved."""
-    step = 1 + max((int(path.name[5:]) for path in run.root.glob("step-*")), default=0)
-    run.checkpointer.save(step)
+def check_replays_at_once(checkpointer, device, run, replay, step):
+    """Save, and go on with steps that call no hook, while nothing is copied until the end."""
+    kept = run.copies()
+    checkpointer.save(step)
     replay()
     replay()
-    run.checkpointer.wait()
-    return run.saved(step)
+    checkpointer.wait()
+    check_saved(checkpointer.root, device, {step: kept})
 
 
 def test_steps_of_a_graph_do_not_change_what_is_being_copied(device, tmp_path, slow):
-    run = Run(device, tmp_path)
-    with run.checkpointer:
-        run.optimizer.step()
-        replay = captured(run)
+    run = Run(device)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        replay = captured(device, run)
         with pytest.warns(RuntimeWarning, match="captured into a graph"):
-            assert replays_at_once(run, replay) == [2.0]
-        assert replays_at_once(run, replay) == [4.0]
+            check_replays_at_once(checkpointer, device, run, replay, 1)
+        check_replays_at_once(checkpointer, device, run, replay, 2)
 
 
 def test_steps_of_a_graph_of_before_the_run_do_not_change_what_is_being_copied(device, tmp_path, slow):
-    model = Model(device)
-    optimizer = torch.optim.SGD([model.weight], lr=1.0)
-    model.weight.grad = device.tensor(torch.full((1000,), -1.0))
-    with device.capture() as graph:
-        optimizer.step()
-    run = Run(device, tmp_path)
-    run.state.update(model=model, optimizer=optimizer)
-    with run.checkpointer:
-        assert replays_at_once(run, graph.replay) == [1.0]
+    run = Run(device)
+    replay = captured(device, run)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        check_replays_at_once(checkpointer, device, run, replay, 1)
 
 
 def test_an_optimizer_that_is_meant_for_graphs_is_not_overlapped(device, tmp_path, slow):
-    run = Run(device, tmp_path)
-    run.optimizer.param_groups[0]["capturable"] = True
-    with run.checkpointer:
-        run.optimizer.step()
+    run = Run(device)
+    run.second.param_groups[0]["capturable"] = True
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
         with pytest.warns(RuntimeWarning, match="capturable=True"):
-            run.checkpointer.save(1)
-        assert run.checkpointer._saver._staged == []
+            checkpointer.save(1)
+        assert checkpointer._saver._staged == []
 
 
 def test_a_graph_can_be_captured_while_a_save_is_being_copied(device, tmp_path, slow):
     """It neither waits for an event that is not in it, nor does anybody ask the device for one meanwhile."""
-    run = Run(device, tmp_path)
-    with run.checkpointer:
-        run.optimizer.step()
-        run.checkpointer.save(1)
-        replay = captured(run)
-        replay()
+    run = Run(device)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        kept = run.copies()
+        checkpointer.save(1)
+        replay = captured(device, run)
         replay()
         device.synchronize()
-    assert run.saved(1) == [2.0]
-    assert device.values(run.model.weight.detach()).unique().tolist() == [4.0]
+    check_saved(tmp_path, device, {1: kept})
+    assert "second.weight" in differing_values(values_of(device, run.tensors()), values_of(device, kept))
 
 
 # ---- saves that block ------------------------------------------------------------------------------------------------
 
 
+def saved_and_loaded(device, root, values):
+    """What a save that blocks has of tensors on the device; a view of a transposed one stays one."""
+    state = {name: device.tensor(each.T if name == "transposed" else each) for name, each in values.items()}
+    if "transposed" in state:
+        state["transposed"] = state["transposed"].T
+    ckptman.save({"x": state}, root / "saved")
+    found = {name: torch.zeros_like(each) for name, each in values.items()}
+    ckptman.load({"x": found}, root / "saved")
+    return found
+
+
 def test_saves_that_block_go_through_pinned_memory(device, tmp_path):
-    values = torch.randn(70_000), torch.randn(500, 300).T, torch.randn(40, 40, dtype=torch.complex64).conj()
-    state = {f"v{number}": device.tensor(each.contiguous().resolve_conj()) for number, each in enumerate(values)}
-    state["v1"] = device.tensor(values[1].T.contiguous()).T
+    values = {"line": torch.randn(70_000), "transposed": torch.randn(500, 300).T}
+    values["complex"] = torch.randn(40, 40, dtype=torch.complex64)
     asked, pinned = [], device.is_pinned
     with mock.patch.object(device, "is_pinned", lambda each: asked.append(pinned(each)) or asked[-1]):
-        ckptman.save({"x": state}, tmp_path / "saved")
+        assert differing_values(saved_and_loaded(device, tmp_path, values), values) == []
     assert asked
     assert all(asked)
-    found = {"x": {f"v{number}": torch.zeros_like(each.resolve_conj()) for number, each in enumerate(values)}}
-    ckptman.load(found, tmp_path / "saved")
-    assert all(torch.equal(found["x"][f"v{number}"], each) for number, each in enumerate(values))
 
 
 def test_saves_that_block_need_no_pinned_memory(device, tmp_path):
-    values = torch.randn(70_000)
-    refused = RuntimeError("CUDA error: out of memory")
-    with (
-        mock.patch.object(device, "empty_pinned", side_effect=refused),
-        pytest.warns(RuntimeWarning, match="host memory cannot be pinned"),
-    ):
-        ckptman.save({"x": device.tensor(values)}, tmp_path / "saved")
-    found = {"x": torch.zeros_like(values)}
-    ckptman.load(found, tmp_path / "saved")
-    assert torch.equal(found["x"], values)
+    values = {"line": torch.randn(70_000)}
+    refused = mock.patch.object(device, "empty_pinned", side_effect=RuntimeError("CUDA error: out of memory"))
+    with refused, pytest.warns(RuntimeWarning, match="host memory cannot be pinned"):
+        assert differing_values(saved_and_loaded(device, tmp_path, values), values) == []
 
 
 def test_slots_that_are_made_ahead_are_pinned_then(device, stager):
