@@ -133,7 +133,8 @@ def test_what_is_gone_is_not_damaged(save, again, tmp_path):
         if again:
             save(2, saved)  # the same bytes would be the same checkpoint
 
-    with pytest.raises(ckptman.NotFoundError, match=r"was deleted, or saved again, while it was exported .*: nothing was made of it"):
+    told = r"was deleted, or saved again, while it was exported .*: nothing was made of it"
+    with pytest.raises(ckptman.NotFoundError, match=told):
         export(saved, tmp_path / "out", begin=halfway(act))
     assert names_in(tmp_path) == (["saved"] if again else [])
 
