@@ -107,7 +107,7 @@ def test_token_folders_that_cannot_be_used(folder, tmp_path):
     (folder / TOKENS).unlink()
     for text, kind, told in (
         (None, CorruptError, r"no tokens\.bin"),
-        ('{"format_version": 2, "zip": 1}', FormatVersionError, ""),
+        ('{"format_version": 2, "zip": 1}', FormatVersionError, "version"),
         ("{", CorruptError, "cannot be read"),
     ):
         if text is not None:

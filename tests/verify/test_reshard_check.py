@@ -179,25 +179,27 @@ def neighbour_read(patch):
     _fills(patch, harm)
 
 
-def instead(name, act):
-    """A harm by which something else is done in place of the reads."""
-
-    def harm(patch):
-        _fills(patch, lambda state, fills: act() or iter(()))
-
-    harm.__name__ = name
-    return harm
+def nothing_read(patch):
+    _fills(patch, lambda state, fills: iter(()))
 
 
-def refuse():
-    raise ValueError("this one is refused")
+def read_refused(patch):
+    def harm(state, fills):
+        raise ValueError("this one is refused")
+
+    _fills(patch, harm)
 
 
-nothing_read = instead("nothing_read", lambda: None)
-read_refused = instead("read_refused", refuse)
-rank_killed = instead("rank_killed", lambda: os.kill(os.getpid(), signal.SIGKILL))
-rank_gone = instead("rank_gone", lambda: os._exit(3))
-rank_hung = instead("rank_hung", lambda: time.sleep(100))
+def rank_killed(patch):
+    _fills(patch, lambda state, fills: os.kill(os.getpid(), signal.SIGKILL) or iter(()))
+
+
+def rank_gone(patch):
+    _fills(patch, lambda state, fills: os._exit(3))
+
+
+def rank_hung(patch):
+    _fills(patch, lambda state, fills: time.sleep(100) or iter(()))
 
 
 def nothing_received(patch):
