@@ -15,6 +15,23 @@ from ckptman.runtime.tracker import TrackedRun
 from tests.helpers.fake_wandb import serving
 from tests.helpers.tracked_run import settle, six_attempts
 
+
+def to_wandb(root):
+    return [WandbTracker(project="tests")]
+
+
+def to_mlflow(root):
+    return [MLflowTracker("tests", uri_of(root))]
+
+
+def to_tensorboard(root):
+    return [TensorBoardTracker()]
+
+
+def uri_of(root):
+    return f"sqlite:///{root.parent}/mlflow.db"
+
+
 # ---- Weights & Biases ------------------------------------------------------------------------------------------------
 
 
@@ -47,7 +64,7 @@ def of_kind(found, kind):
 @pytest.mark.leaves("wandb", "ServiceFinalizer")
 def test_wandb_has_one_run_with_one_curve(tmp_path, wandb):
     root = tmp_path / "run"
-    counts = six_attempts(root, lambda root: [WandbTracker(project="tests")])
+    counts = six_attempts(root, to_wandb)
     folders = sorted((root / "wandb").glob("offline-run-*"))
     attempts = sorted(
         (records(wandb, each) for each in folders), key=lambda found: next(of_kind(found, "run"))["start_time"]
@@ -112,12 +129,12 @@ def test_what_was_uploaded_stays_after_a_rollback(tmp_path, wandb, caplog):
 @pytest.mark.leaves("mlflow.db")
 def test_mlflow_has_one_run_with_one_curve(tmp_path, monkeypatch):
     """In a database without a server."""
-    mlflow, uri = pytest.importorskip("mlflow"), f"sqlite:///{tmp_path}/mlflow.db"
+    mlflow, uri = pytest.importorskip("mlflow"), uri_of(tmp_path / "run")
     pytest.importorskip("sqlalchemy")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     client = mlflow.MlflowClient(uri)
     experiment = client.create_experiment("tests")
-    counts = six_attempts(tmp_path / "run", lambda root: [MLflowTracker("tests", uri)])
+    counts = six_attempts(tmp_path / "run", to_mlflow)
     [run] = client.search_runs([experiment])
     assert (run.data.tags["ckptman.run_id"], run.data.tags["ckptman.attempt"]) == ("tracked/1", "6")
     assert run.info.status == "FINISHED"
@@ -128,7 +145,7 @@ def test_mlflow_has_one_run_with_one_curve(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_tensorboard_has_one_curve(tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    counts = six_attempts(tmp_path, lambda root: [TensorBoardTracker()])
+    counts = six_attempts(tmp_path, to_tensorboard)
     found = reader.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     found.Reload()
     assert {each.step: each.value for each in found.Scalars("loss")} == counts
