@@ -10,7 +10,6 @@ import threading
 from collections import UserDict
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ from ckptman.errors import CkptmanError, ConfigError, NotFoundError
 SAMPLE = 4096
 
 
-class Tokens(Dataset[torch.Tensor]):
+class Tokens(Dataset):
     """Samples of 4 KiB of one file, each of which may do something first."""
 
     def __init__(self, path, first=lambda index: None):
@@ -54,6 +53,11 @@ def measured(function, **options):
     return probe_loader(lambda: LoaderSource("it", function), **options)
 
 
+def making(dataset, **options):
+    """A function that makes a loader with as many workers as it is asked for."""
+    return lambda num_workers: DataLoader(dataset, 4, num_workers=num_workers, **options)
+
+
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
 
@@ -64,10 +68,7 @@ def test_each_number_of_workers_is_measured_twice_over_the_same_samples(path, tm
         with log.open("a") as file:
             file.write(f"{index}\n")
 
-    def make(num_workers):
-        return DataLoader(Tokens(path, note), 4, shuffle=True, num_workers=num_workers)
-
-    found = measured(make, workers=[0, 1], data=[path])
+    found = measured(making(Tokens(path, note), shuffle=True), workers=[0, 1], data=[path])
     assert found.problem is None
     assert found.files == [str(path)]
     assert found.dropped == 1
@@ -121,19 +122,17 @@ def test_a_dataset_is_wrapped_and_workers_are_those_of_the_loader(path):
 
 def test_no_workers_are_left_out_where_the_loader_refuses_that(path, monkeypatch):
     monkeypatch.setattr("ckptman.data.probe.allowed_cpus", lambda: 1)
-    make = partial(DataLoader, Tokens(path), 4, prefetch_factor=1)
-    found = measured(lambda num_workers: make(num_workers=num_workers))
+    make = making(Tokens(path), prefetch_factor=1)
+    found = measured(make)
     assert [each.workers for each in found.measurements] == [1]
     assert "Not measured without workers: it with 0 workers raised ValueError" in found.notes[0]
     with pytest.raises(CkptmanError, match="raised ValueError"):
-        measured(lambda num_workers: make(num_workers=num_workers), workers=[0])
+        measured(make, workers=[0])
 
 
-def test_the_usual_numbers_of_workers():
-    assert usual_workers(1) == [0, 1]
-    assert usual_workers(2) == [0, 1, 2]
-    assert usual_workers(6) == [0, 1, 2, 4, 6]
-    assert usual_workers(8) == [0, 1, 2, 4, 8]
+@pytest.mark.parametrize(("cpus", "workers"), [(1, [0, 1]), (2, [0, 1, 2]), (6, [0, 1, 2, 4, 6]), (8, [0, 1, 2, 4, 8])])
+def test_the_usual_numbers_of_workers(cpus, workers):
+    assert usual_workers(cpus) == workers
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -203,12 +202,8 @@ def fail():
 @pytest.mark.parametrize(
     ("what", "workers", "complaint"),
     [
-        (
-            fail,
-            0,
-            r"it with 0 workers after 8 batches raised KeyError: 'no such sample' \(test_probe.py:\d+\): correct",
-        ),
-        (fail, 1, r"it with 1 worker after 8 batches raised KeyError: 'no such sample' \(test_probe.py:\d+\): correct"),
+        (fail, 0, r"0 workers after 8 batches raised KeyError: 'no such sample' \(test_probe.py:\d+\): correct"),
+        (fail, 1, r"1 worker after 8 batches raised KeyError: 'no such sample' \(test_probe.py:\d+\): correct"),
         (die, 0, r"0 workers.*: the process of the loader was killed by SIGKILL"),
         (die, 1, r"it with 1 worker after \d batches: a worker died \(.*\): out of memory\?"),
         (lambda: os._exit(3), 1, r"a worker died"),
@@ -218,9 +213,7 @@ def fail():
 )
 def test_a_dataset_that_breaks_is_told_in_a_line(path, what, workers, complaint):
     with pytest.raises(CkptmanError, match=complaint) as caught:
-        measured(
-            lambda num_workers: DataLoader(Tokens(path, at_33(what)), 4, num_workers=num_workers), workers=[workers]
-        )
+        measured(making(Tokens(path, at_33(what))), workers=[workers])
     assert "\n" not in str(caught.value)
 
 
@@ -229,10 +222,7 @@ def test_what_was_measured_before_is_kept(path):
         if torch.utils.data.get_worker_info() is not None:
             fail()
 
-    found = measured(
-        lambda num_workers: DataLoader(Tokens(path, at_33(fail_in_a_worker)), 4, num_workers=num_workers),
-        workers=[0, 1],
-    )
+    found = measured(making(Tokens(path, at_33(fail_in_a_worker))), workers=[0, 1])
     assert [each.workers for each in found.measurements] == [0]
     assert "it with 1 worker after 8 batches raised KeyError" in str(found.problem)
 
@@ -242,12 +232,9 @@ def test_one_that_hangs_is_given_up_and_its_workers_end(path, tmp_path):
         (tmp_path / "pid").write_text(str(os.getpid()))
         threading.Event().wait()
 
-    def make(num_workers):
-        return DataLoader(Tokens(path, at_33(hang)), 4, num_workers=num_workers)
-
     torch.zeros(1)  # or importing it would take the time
     with pytest.raises(CkptmanError, match=r"^1 worker, cold: 1 taken: nothing came for 3 s: give it longer"):
-        measured(make, workers=[1], timeout_seconds=3.0, data=[path])
+        measured(making(Tokens(path, at_33(hang))), workers=[1], timeout_seconds=3.0, data=[path])
     pid = int((tmp_path / "pid").read_text())
     with suppress(psutil.NoSuchProcess):
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:

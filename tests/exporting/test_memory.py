@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import ckptman
 
@@ -63,8 +64,6 @@ def test_four_times_the_memory(folder, format, cast, tmp_path):
     written = out.stat().st_size if out.is_file() else sum(each.stat().st_size for each in out.iterdir())
     assert written >= 4 * LIMIT_BYTES // (2 if cast else 1)
     if format == "safetensors":
-        from safetensors import safe_open
-
         with safe_open(out / "model.safetensors", "pt") as file:
             part = file.get_slice("huge")[-1:]
         assert torch.equal(part[0].float(), torch.arange(1024.0).to(torch.bfloat16 if cast else torch.float32).float())

@@ -46,28 +46,28 @@ def trained(model, path):
     return path
 
 
-def same(found, model, dtype=None):
+def same(found, model, dtype=torch.float32):
     expected = {name: each.to(dtype) for name, each in model.state_dict().items()}
     assert found.state_dict().keys() == expected.keys()
     for name, each in found.state_dict().items():
-        assert each.dtype == expected[name].dtype
+        assert each.dtype == dtype
         assert torch.equal(each, expected[name]), name
-    if dtype is None:
+    if dtype == torch.float32:
         tokens = torch.arange(9)[None]
         assert torch.equal(found(tokens).logits, model(tokens).logits)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["5GB", "20kB"])
-def test_from_pretrained_has_every_weight(llama, hub, size, tmp_path):
-    folder = trained(llama, tmp_path / "saved")
-    config, out = tmp_path / "config" / "config.json", tmp_path / "out"
-    assert main(["export", str(folder), str(out), "--config", str(config), "--max-shard-size", size]) == 0
-    names = {each.name for each in out.iterdir()}
-    assert ("model.safetensors" in names) == (size == "5GB")
-    found, told = hub.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+@pytest.mark.parametrize(("size", "dtype"), [("5GB", "float32"), ("20kB", "float32"), ("5GB", "bfloat16")])
+def test_from_pretrained_has_every_weight(llama, hub, size, dtype, tmp_path):
+    folder, out = trained(llama, tmp_path / "saved"), tmp_path / "out"
+    options = ["--config", str(tmp_path / "config" / "config.json"), "--max-shard-size", size, "--dtype", dtype]
+    assert main(["export", str(folder), str(out), *options]) == 0
+    assert (out / "model.safetensors").exists() == (size == "5GB")
+    kind = getattr(torch, dtype)
+    found, told = hub.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype=kind)
     assert not any(told[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    same(found, llama)
+    same(found, llama, kind)
     if llama.config.tie_word_embeddings:
         assert found.lm_head.weight is found.model.embed_tokens.weight
 
@@ -75,23 +75,13 @@ def test_from_pretrained_has_every_weight(llama, hub, size, tmp_path):
 def test_the_files_are_those_that_transformers_itself_writes(llama, tmp_path):
     folder = trained(llama, tmp_path / "saved")
     llama.save_pretrained(tmp_path / "theirs", max_shard_size="20kB")
-    config = tmp_path / "theirs" / "config.json"
-    assert (
-        main(["export", str(folder), str(tmp_path / "ours"), "--config", str(config), "--max-shard-size", "20kB"]) == 0
-    )
-    indexes = [
+    options = ["--config", str(tmp_path / "theirs" / "config.json"), "--max-shard-size", "20kB"]
+    assert main(["export", str(folder), str(tmp_path / "ours"), *options]) == 0
+    ours, theirs = (
         json.loads((tmp_path / whose / "model.safetensors.index.json").read_text()) for whose in ("ours", "theirs")
-    ]
-    assert indexes[0]["weight_map"].keys() == indexes[1]["weight_map"].keys()
-    assert indexes[0]["metadata"]["total_size"] == indexes[1]["metadata"]["total_size"]
-
-
-def test_a_cast_is_that_of_the_model(llama, hub, tmp_path):
-    folder = trained(llama, tmp_path / "saved")
-    config = tmp_path / "config" / "config.json"
-    out = tmp_path / "out"
-    assert main(["export", str(folder), str(out), "--config", str(config), "--dtype", "bfloat16"]) == 0
-    same(hub.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16), llama, torch.bfloat16)
+    )
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
 
 
 def test_tied_weights_that_are_there_twice_load_too(llama, hub, tmp_path):
@@ -101,19 +91,19 @@ def test_tied_weights_that_are_there_twice_load_too(llama, hub, tmp_path):
     same(hub.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), llama)
 
 
-def test_a_config_that_says_they_are_tied_does_not_drop_what_differs(hub, tmp_path, capsys):
-    ckptman.save(
-        {"model": {"lm_head.weight": torch.ones(2), "embed_tokens.weight": torch.zeros(2)}}, tmp_path / "saved"
-    )
+def test_a_config_that_says_they_are_tied_does_not_drop_what_differs(tmp_path, capsys):
+    model = {"lm_head.weight": torch.ones(2), "embed_tokens.weight": torch.zeros(2)}
+    ckptman.save({"model": model}, tmp_path / "saved")
     config = tmp_path / "config.json"
-    config.write_text('{"tie_word_embeddings": true}')
-    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--config", str(config)]) == 2
-    assert "lm_head.weight and embed_tokens.weight are not the same" in capsys.readouterr().err
-    for text in ("{", "[]"):
-        config.write_text(text)
-        assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--config", str(config)]) == 2
-        assert "config.json that transformers wrote" in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--config", str(tmp_path / "no.json")]) == 3
+    for text, code, told in (
+        ('{"tie_word_embeddings": true}', 2, "lm_head.weight and embed_tokens.weight are not the same"),
+        ("{", 2, "config.json that transformers wrote"),
+        ("[]", 2, "config.json that transformers wrote"),
+        (None, 3, "config.json"),
+    ):
+        config.unlink(missing_ok=True) if text is None else config.write_text(text)
+        assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--config", str(config)]) == code
+        assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

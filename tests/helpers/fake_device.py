@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
@@ -36,15 +35,13 @@ class Stream:
 
     def __init__(self, module: FakeDevice, device: torch.device) -> None:
         self.module, self.device = module, device
-        self.waits: list[object] = []
-        """Streams and events that it was told to wait for."""
-        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Callable[[], object], bool] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device-stream", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], object]) -> None:
-        """Have it done after what was submitted before."""
-        self._queue.put(work)
+    def submit(self, work: Callable[[], object], always: bool = False) -> None:
+        """Have it done after what was submitted before; `always`: also on a device that has failed."""
+        self._queue.put((work, always))
 
     def hold(self) -> threading.Event:
         """Do nothing of what is submitted from now on until the event that is returned is set."""
@@ -67,11 +64,9 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        self.waits.append(event)
         event.wait(self)
 
     def wait_stream(self, other: Stream) -> None:
-        self.waits.append(other)
         other.record_event().wait(self)
 
     def synchronize(self) -> None:
@@ -82,7 +77,7 @@ class Stream:
         if self.is_capturing():
             self.module.break_capture(_UNSAFE)
         reached = threading.Event()
-        self.submit(_Mark(reached))
+        self.submit(reached.set, always=True)
         _await(reached)
         self.module.raise_error()
 
@@ -98,13 +93,14 @@ class Stream:
         self._thread.join(WAIT)
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
+        while (got := self._queue.get()) is not None:
+            work, always = got
             try:
-                if self.module.error is None or isinstance(work, _Mark):
+                if self.module.error is None or always:
                     work()
             except Exception as error:  # as on a real one, whoever waits next is told
                 self.module.error = error
-            del work
+            del got, work
 
 
 class Event:
@@ -121,7 +117,7 @@ class Event:
         self._graph = self.module.graph if stream.is_capturing() else None
         self._reached = threading.Event()
         if self._graph is None:
-            stream.submit(_Mark(self._reached))
+            stream.submit(self._reached.set, always=True)
 
     def wait(self, stream: Stream | None = None) -> None:
         stream = stream or self.module.current_stream()
@@ -132,10 +128,6 @@ class Event:
         reached = self._reached
         stream.submit(lambda: _await(reached))
 
-    def wait_on_host(self, seconds: float) -> bool:
-        """Return whether it is reached within so long. For tests: no device has this."""
-        return self._reached.wait(seconds)
-
     def synchronize(self) -> None:
         self.module.called()
         _await(self._reached)
@@ -145,16 +137,6 @@ class Event:
         self.module.called()
         self.module.raise_error()
         return self._reached.is_set()
-
-
-class _Mark:
-    """Sets a flag, also on a device that has failed: who waits is told then."""
-
-    def __init__(self, reached: threading.Event) -> None:
-        self._reached = reached
-
-    def __call__(self) -> None:
-        self._reached.set()
 
 
 class Graph:
@@ -211,11 +193,12 @@ class FakeDevice:
         """What is being captured."""
         self.contexts: set[int] = set()
         """Devices on which a thread has done something for which it needs a context."""
-        self.launches: Counter[str] = Counter()
         self.streams: list[_Stream] = []
         """Those that were asked for."""
+        self.runtime = Runtime(self)
         self._main = [_Stream(self, torch.device("cuda", number)) for number in range(count)]
-        self._runtime = Runtime(self)
+        self.main = self._main[0]
+        """The default stream of the first device."""
         self._pinned: list[torch.Tensor] = []
 
     # ---- what torch.cuda has -----------------------------------------------------------------------------------
@@ -230,8 +213,7 @@ class FakeDevice:
 
     def current_stream(self, device: torch.device | int | None = None) -> _Stream:
         index = self._index(device)
-        found: _Stream = getattr(self.local, "streams", {}).get(index, self._main[index])
-        return found
+        return getattr(self.local, "streams", {}).get(index, self._main[index])
 
     @contextlib.contextmanager
     def stream(self, stream: _Stream | None) -> Iterator[None]:
@@ -268,9 +250,6 @@ class FakeDevice:
         for each in [self._main[index], *(each for each in self.streams if each.device.index == index)]:
             each.synchronize()
 
-    def is_available(self) -> bool:
-        return True
-
     def is_initialized(self) -> bool:
         return True
 
@@ -278,18 +257,9 @@ class FakeDevice:
         return self.current_stream().is_capturing()
 
     def cudart(self) -> Runtime:
-        return self._runtime
+        return self.runtime
 
     # ---- what tests ask for ------------------------------------------------------------------------------------
-
-    @property
-    def main(self) -> _Stream:
-        """The default stream of the first device."""
-        return self._main[0]
-
-    @property
-    def runtime(self) -> Runtime:
-        return self._runtime
 
     def tensor(self, values: torch.Tensor, index: int = 0) -> OnDevice:
         """Return a tensor on the device with these values. It is there at once."""
@@ -299,7 +269,6 @@ class FakeDevice:
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what a tensor holds once everything is done."""
-        assert isinstance(tensor, OnDevice)
         self.synchronize(tensor.device)
         return tensor.inner.clone()
 
@@ -321,7 +290,6 @@ class FakeDevice:
 
     def break_capture(self, why: str) -> None:
         """End what is being captured with an error. Raises: RuntimeError."""
-        assert self.graph is not None
         self.graph.broken = why
         raise RuntimeError(why)
 
@@ -343,10 +311,8 @@ class FakeDevice:
         if (last := getattr(self.local, "last_error", "")) and "copy" not in name:
             self.local.last_error = ""
             raise RuntimeError(last)
-        self.launches[name] += 1
         stream = self.current_stream(device)
         if stream.is_capturing():
-            assert self.graph is not None
             self.graph.works.append(work)
         else:
             stream.submit(work)
@@ -354,7 +320,7 @@ class FakeDevice:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Return whether a copy of host memory need not be waited for."""
         address = tensor.data_ptr()
-        spans = [*self._runtime.registered.items(), *((each.data_ptr(), each.nbytes) for each in self._pinned)]
+        spans = [*self.runtime.registered.items(), *((each.data_ptr(), each.nbytes) for each in self._pinned)]
         return any(start <= address < start + size for start, size in spans)
 
     def empty_pinned(self, *size: Any, **options: Any) -> torch.Tensor:
@@ -444,7 +410,6 @@ class OnDevice(torch.Tensor):
         if "device" in inner_kwargs:
             inner_kwargs["device"] = torch.device("cpu")
         like = func(*tree_map(_as_meta, inner_args), **tree_map(_as_meta, inner_kwargs))
-        assert isinstance(like, torch.Tensor), func
         made = OnDevice(_Memory(module, like.shape, like.dtype, module.current_stream(device)))
         target = made.inner
         module.launch(name, lambda: target.copy_(func(*inner_args, **inner_kwargs)), device)
@@ -469,8 +434,6 @@ def _copy(
     module: FakeDevice, name: str, device: torch.device, target: torch.Tensor, source: torch.Tensor, later: bool
 ) -> torch.Tensor:
     to, of = _inner(target), _inner(source)
-    assert isinstance(to, torch.Tensor)
-    assert isinstance(of, torch.Tensor)
     module.launch(name, lambda: to.copy_(of), device)  # it keeps neither of them alive: that is for the caller
     host = next((each for each in (target, source) if not isinstance(each, OnDevice)), None)
     if host is not None and not (later and module.is_pinned(host)):

@@ -92,14 +92,6 @@ class Model(pl.LightningModule):
         return [optimizer], [{"scheduler": by_step, "interval": "step"}, {"scheduler": plateau, "monitor": "val_loss"}]
 
 
-class Unnormed(Model):
-    """Takes batches of one sample, too."""
-
-    def __init__(self, plan):
-        super().__init__(plan)
-        self.layers[1] = nn.Identity()
-
-
 class Adversarial(Model):
     """Two optimizers by hand, one of them at every second batch."""
 
@@ -218,16 +210,16 @@ def rng():
 # ---- in one process: signals and errors ------------------------------------------------------------------------------
 
 
-def ends_alike(tmp_path, ends, **how):
-    """Check that a run with these ends computes what the whole one does; returns both trainers."""
-    make = how.pop("make", dict)
+def ends_alike(folder, ends, make=dict):
+    """Check that a run with these ends computes what the whole one does. `make`: what to call `fit` with, made anew for
+    each. Returns both trainers."""
     whole = Plan()
-    trainer, saves = fit(tmp_path / "whole", whole, **how, **make())
+    trainer, saves = fit(folder / "whole", whole, **make())
     assert saves.exit_code == 0
     computed = {}
     for end in [*ends, Plan()]:
         with contextlib.suppress(ArithmeticError):
-            again, saves = fit(tmp_path / "cut", end, **how, **make())
+            again, saves = fit(folder / "cut", end, **make())
             assert saves.exit_code == (75 if end.at is not None and end.batches >= end.at else 0)
         computed |= end.computed
     assert computed == whole.computed
@@ -248,31 +240,34 @@ def test_stopped_about_the_end_of_an_epoch(tmp_path, batch):
     ends_alike(tmp_path, [Plan(batch), Plan(1), Plan(15)])
 
 
-@pytest.mark.slow
-def test_two_optimizers_by_hand(tmp_path, rng):
-    ends = [Plan(rng.randint(1, 20)), Plan(rng.randint(1, 20), ArithmeticError)]
-    ends_alike(tmp_path, ends, model=Adversarial, accumulate_grad_batches=1)
-
-
-@pytest.mark.slow
-def test_a_datamodule_and_two_loaders(tmp_path, rng):
-    ends = [Plan(rng.randint(1, 20)), Plan(rng.randint(1, 20))]
-    whole, cut = ends_alike(tmp_path, ends, make=lambda: {"data": Counting()})
-    assert cut.datamodule.seen == whole.datamodule.seen
-
-
-@pytest.mark.slow
-def test_hooks_and_averaged_weights(tmp_path, rng):
+def hooked():
     from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
 
-    def make():
-        return {"callbacks": [EarlyStopping("val_loss", patience=9), WeightAveraging()]}
+    return {"model": Hooked, "callbacks": [EarlyStopping("val_loss", patience=9), WeightAveraging()]}
 
+
+RUNS = {
+    "two optimizers by hand": lambda: {"model": Adversarial, "accumulate_grad_batches": 1},
+    "a datamodule and two loaders": lambda: {"data": Counting()},
+    "hooks and averaged weights": lambda: {**hooked(), "val_check_interval": 1.0},
+    "epochs cut short and loaders made anew": lambda: {
+        "limit_train_batches": 10,
+        "reload_dataloaders_every_n_epochs": 1,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_all_kinds_of_runs(tmp_path, name, rng):
     # Not at the very last step: a fit() that has nothing to train calls no on_train_end, which puts averages in place.
-    ends = [Plan(rng.randint(1, 17)), Plan(rng.randint(1, 17))]
-    whole, cut = ends_alike(tmp_path, [Plan(3), *ends], model=Hooked, make=make, val_check_interval=1.0)
-    assert cut.lightning_module.losses == whole.lightning_module.losses
-    assert cut.callbacks[1].best_score == whole.callbacks[1].best_score
+    ends = [Plan(3), Plan(rng.randint(1, 12), ArithmeticError), Plan(rng.randint(1, 12))]
+    whole, cut = ends_alike(tmp_path, ends, RUNS[name])
+    if name == "a datamodule and two loaders":
+        assert cut.datamodule.seen == whole.datamodule.seen
+    if name == "hooks and averaged weights":
+        assert cut.lightning_module.losses == whole.lightning_module.losses
+        assert cut.callbacks[1].best_score == whole.callbacks[1].best_score
 
 
 @pytest.mark.slow
@@ -298,12 +293,6 @@ def test_a_run_that_is_finished_trains_no_more_unless_it_is_made_longer(
     assert not first.computed.keys() & rest.computed.keys()
     assert first.computed | rest.computed == whole.computed
     assert digest(again) == digest(trainer)
-
-
-@pytest.mark.slow
-def test_epochs_that_are_cut_short_and_loaders_that_are_made_anew(tmp_path, rng):
-    ends = [Plan(rng.randint(3, 12)), Plan(rng.randint(1, 12))]
-    ends_alike(tmp_path, ends, limit_train_batches=10, reload_dataloaders_every_n_epochs=1)
 
 
 @pytest.mark.slow
@@ -419,7 +408,7 @@ def train(root, kind, workers, plan):
         noted = Noted() if plan is None else Noted(plan.at, signal.SIGKILL)
         callback = {"monitor": "val_loss"} if kind == "elastic" else {}
         trainer, _ = fit(root, noted, data=loader, callback=callback)
-    return digest(trainer), noted.computed
+    return digest(trainer)
 
 
 def computed(root, rank):
@@ -428,23 +417,20 @@ def computed(root, rank):
     return dict(line.split(": ", 1) for line in lines)
 
 
-def killed(root, world_size, kind, workers, kills):
-    """Run until it is finished, with kills on the way, each so many batches after its start. Returns also how many."""
-    for number, at in enumerate(kills):
-        with start_ranks(world_size, train, str(root), kind, workers, Plan(at)) as world:
-            if world.join() == [0] * world_size:
-                return world.results(), number
-    return run_ranks(world_size, train, str(root), kind, workers, None), len(kills)
-
-
-def check(tmp_path, world_size, kind, workers, kills):
-    """Compare a run that is killed with a whole one. Returns how often it was, before it was finished."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+def check(folder, world_size, kind, workers, kills):
+    """Compare a run that is killed so many batches after each start with a whole one. Returns how often it was killed
+    before it was finished."""
+    whole, cut = folder / "whole", folder / "cut"
     whole.mkdir(parents=True)
     cut.mkdir()
-    expected = run_ranks(world_size, train, str(whole), kind, workers, None)
-    found, times = killed(cut, world_size, kind, workers, kills)
-    assert [each for each, _ in found] == [each for each, _ in expected]
+    expected, found, times = run_ranks(world_size, train, str(whole), kind, workers, None), None, 0
+    while found is None and times < len(kills):
+        with start_ranks(world_size, train, str(cut), kind, workers, Plan(kills[times])) as world:
+            if world.join() == [0] * world_size:
+                found = world.results()
+            else:
+                times += 1
+    assert (found or run_ranks(world_size, train, str(cut), kind, workers, None)) == expected
     for rank in range(world_size):
         assert computed(cut, rank) == computed(whole, rank)
     return times
@@ -468,21 +454,3 @@ def test_killed_twenty_times(tmp_path, world_size, kind, workers, rng):
     while times < 20:  # in several runs: one is finished before
         kills = [rng.randint(3, 8) for _ in range(20 - times)]
         times += check(tmp_path / str(times), world_size, kind, workers, kills)
-
-
-def one_epoch(root, at):
-    """Go on with an epoch, up to a batch, and return the samples that this rank saw."""
-    warnings.simplefilter("ignore")
-    loader = ckptman.ResumableLoader(DataLoader(Noisy(), 2, sampler=ckptman.ElasticSampler(SAMPLES, seed=5)))
-    plan = Plan(at)
-    fit(root, plan, Unnormed, loader, max_epochs=1, accumulate_grad_batches=1)
-    return [int(each) for told in plan.computed.values() for each in told.split("[")[1].split("]")[0].split(", ")]
-
-
-@pytest.mark.slow
-def test_each_sample_once_on_two_ranks_one_and_two(tmp_path):
-    parts = [run_ranks(2, one_epoch, str(tmp_path), 3), run_ranks(1, one_epoch, str(tmp_path), 4)]
-    parts.append(run_ranks(2, one_epoch, str(tmp_path), None))
-    seen = [sample for ranks in parts for rank in ranks for sample in rank]
-    assert len(seen) == len(set(seen))
-    assert len(seen) in (SAMPLES, SAMPLES - 1)  # what two ranks cannot share begins the next epoch

@@ -15,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptman
 from tests.helpers.ranks import run_ranks
 
-Made = tuple[nn.Module, torch.optim.Optimizer]
-
 
 class Parts:
     """What the model is made of, as a plain module and as one of transformers."""
@@ -40,12 +38,18 @@ class Plain(Parts, nn.Module):
         self.build()
 
 
-def plain():
-    return optimized(Plain())
-
-
 def optimized(model):
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def compiled():
+    return torch.compile(Plain(), backend="eager")
+
+
+def with_a_layer_compiled():
+    model = Plain()
+    model.layers[0] = torch.compile(model.layers[0], backend="eager")
+    return model
 
 
 def pretrained():
@@ -59,32 +63,14 @@ def pretrained():
             self.build()
             self.post_init()
 
-    return optimized(Pretrained(transformers.PretrainedConfig()))
-
-
-def compiled():
-    return optimized(torch.compile(Plain(), backend="eager"))
-
-
-def layer_compiled():
-    model = Plain()
-    model.layers[0] = torch.compile(model.layers[0], backend="eager")
-    return optimized(model)
-
-
-def ddp():
-    return optimized(DistributedDataParallel(Plain()))
-
-
-def ddp_of_compiled():
-    return optimized(DistributedDataParallel(torch.compile(Plain(), backend="eager")))
+    return Pretrained(transformers.PretrainedConfig())
 
 
 def fsdp2():
     model = Plain()
     for each in (*model.layers, model):
         fully_shard(each)
-    return optimized(model)
+    return model
 
 
 def fabric():
@@ -94,35 +80,31 @@ def fabric():
         many = {"strategy": "ddp", "plugins": [lightning.plugins.environments.TorchElasticEnvironment()]}
     made = lightning.Fabric(accelerator="cpu", devices=dist.get_world_size() if many else 1, **many)
     made.launch()
-    model, optimizer = made.setup(*optimized(torch.compile(Plain(), backend="eager")))
-    return model, optimizer
+    return made.setup(*optimized(compiled()))
 
 
 def accelerated():
     accelerate = pytest.importorskip("accelerate")
-    return accelerate.Accelerator(cpu=True).prepare(*plain())
+    return accelerate.Accelerator(cpu=True).prepare(*optimized(Plain()))
 
 
-ALONE = [plain, compiled, layer_compiled, pretrained, fabric, accelerated]
-RANKS = [plain, compiled, pretrained, fabric, accelerated, ddp, ddp_of_compiled, fsdp2]
+ALONE = [Plain, compiled, with_a_layer_compiled, pretrained, fabric, accelerated]
+RANKS = [
+    *(Plain, compiled, pretrained, fabric, accelerated, fsdp2),
+    lambda: DistributedDataParallel(Plain()),
+    lambda: DistributedDataParallel(compiled()),
+]
 
 
 def state_of(kind, seed):
-    """Return a model and its optimizer after a step."""
+    """Return a model and its optimizer after a step. `kind`: makes the model, or both."""
     torch.manual_seed(seed)
-    model, optimizer = kind()
+    made = kind()
+    model, optimizer = optimized(made) if isinstance(made, nn.Module) else made
     model(torch.arange(8)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     return {"model": model, "optimizer": optimizer}
-
-
-def restored(root, kind, path):
-    """Restore what another kind has saved, strictly, and save it again beside it."""
-    state = state_of(kind, seed=9)
-    with ckptman.Checkpointer(root / "run", state) as checkpointer:
-        checkpointer.restore(path=path)
-    ckptman.save(state, root / "again")
 
 
 def tensors_of(path):
@@ -136,8 +118,13 @@ def tensors_of(path):
     return found
 
 
-def refuse_difference(saver, loader, path, again):
-    first, second = tensors_of(path), tensors_of(again)
+def exchange(saver, loader, path, root):
+    """Restore what another kind has saved, strictly, save it again beside it, and compare the two."""
+    state = state_of(loader, seed=9)
+    with ckptman.Checkpointer(root / "run", state) as checkpointer:
+        checkpointer.restore(path=path)
+    ckptman.save(state, root / "again")
+    first, second = tensors_of(path), tensors_of(root / "again")
     assert first.keys() == second.keys(), (saver.__name__, loader.__name__)
     assert all(torch.equal(each, second[name]) for name, each in first.items()), (saver.__name__, loader.__name__)
     assert {"model.module.weight", "model.norm.running_mean", "optimizer.state.module.weight.exp_avg"} <= first.keys()
@@ -147,9 +134,7 @@ def exchange_all(kinds, pairs, root):
     for number, kind in enumerate(kinds):
         ckptman.save(state_of(kind, seed=number), root / f"{number}")
     for saver, loader in pairs:
-        folder = root / f"{saver}-{loader}"
-        restored(folder, kinds[loader], root / f"{saver}")
-        refuse_difference(kinds[saver], kinds[loader], root / f"{saver}", folder / "again")
+        exchange(kinds[saver], kinds[loader], root / f"{saver}", root / f"{saver}-{loader}")
 
 
 @pytest.mark.filterwarnings("ignore")  # what the frameworks warn of

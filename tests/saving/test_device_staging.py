@@ -5,7 +5,6 @@ import os
 import threading
 import time
 import warnings
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,11 +13,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptman
 from ckptman.saving import staging
-from ckptman.saving.staging import Slot, Stager
+from ckptman.saving.staging import Slot
 from ckptman.state import accelerators
 from ckptman.state.file_layout import Image
+from tests.dcp.test_values import differing as differing_values
+from tests.gpu.device import Run, check_saved, open_run, values_of
 from tests.helpers.fake_device import OnDevice, fake_devices
-from tests.saving.test_staging import WAIT, behind, differing, file_of
+from tests.saving.test_staging import behind, differing, file_of, stager_of
 
 ZERO = torch.device("cuda", 0)
 
@@ -31,23 +32,14 @@ def device():
 
 @pytest.fixture
 def stager():
-    made = Stager(SimpleNamespace(idle=False))
-    made._has_room = lambda file: True
-    yield made
-    made.close()
+    with stager_of() as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
 def _no_buffers_of_before(monkeypatch):
     monkeypatch.setattr(accelerators, "_free", accelerators.deque())
     monkeypatch.setattr(accelerators, "_warned", False)
-
-
-def staged_values(staged, file, number):
-    """What a slot holds of a tensor of float32."""
-    _, shape = file.pieces[number], file.pieces[number].sizes
-    count = torch.Size(shape).numel()
-    return torch.frombuffer(staged.slot.memory, dtype=torch.float32, count=count, offset=file.places[number].payload)
 
 
 def slot_for(file, memory):
@@ -73,85 +65,13 @@ class Three:
 
     def staged(self, staged):
         """The value that fills each staged tensor."""
-        found = {name: staged_values(staged, self.file, self.number(name)).unique().tolist() for name in "abc"}
-        assert all(len(each) == 1 for each in found.values()), found
-        return {name: each[0] for name, each in found.items()}
-
-
-def test_a_copy_is_of_what_the_step_has_made_and_complete_when_the_save_returns(device, stager):
-    three = Three(device)
-    stager.prepare(three.file, three.memory)
-    done = []
-    go = device.main.hold()
-    three["a"].fill_(7.0)  # the step has not ended yet
-    with behind(lambda: done.append(stager.stage(three.file, three.memory))) as returned:
-        assert not returned.wait(0.2)
-        go.set()
-    assert three.staged(done[0]) == {"a": 7.0, "b": 2.0, "c": 3.0}
-
-
-def test_the_host_waits_for_nothing_where_the_copy_may_run_on(device, stager):
-    three = Three(device)
-    stager.prepare(three.file, three.memory)
-    stager._streams[ZERO] = device.Stream(ZERO)
-    with stager._streams[ZERO].held():
-        with device.main.held():
-            three["a"].fill_(7.0)
-            staged = stager.stage(three.file, three.memory, {three.number("b")})
-            three["a"].fill_(8.0)  # the next forward changes what it may
-            forward = device.main.record_event()
-            staged.wait_staged()
-            three["b"].fill_(9.0)  # and the next optimizer step the rest
-        assert not staged.is_complete
-        assert not forward.wait_on_host(0.2)
-    staged.wait()
-    assert three.staged(staged) == {"a": 7.0, "b": 2.0, "c": 3.0}
-    assert device.values(three["a"]).unique() == 8.0
-    assert device.values(three["b"]).unique() == 9.0
-
-
-def test_each_stream_that_steps_waits_while_the_copy_runs(device, stager):
-    three = Three(device)
-    side = device.Stream(ZERO)
-    stager._streams[ZERO] = device.Stream(ZERO)
-    numbers = {three.number("a"), three.number("b")}
-    with stager._streams[ZERO].held():
-        staged = stager.stage(three.file, three.memory, numbers)
-        staged.wait_staged()
-        three["a"].fill_(8.0)
-        with device.stream(side):
-            staged.wait_staged()
-            three["b"].fill_(9.0)
-    staged.wait()
-    assert staged.is_complete
-    assert three.staged(staged) == {"a": 1.0, "b": 2.0, "c": 3.0}
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_what_is_freed_after_a_save_is_not_written_over_before_it_is_copied(device, stager, monkeypatch, overlap):
-    three, copy, gates = Three(device), Slot.copy, []
-    number = three.number("a")
-    stager.prepare(three.file, three.memory)
-    done = []
-
-    def held_up(slot, memory, numbers):
-        if number in numbers:
-            gates.append(device.current_stream(ZERO).hold())
-        copy(slot, memory, numbers)
-
-    def save():
-        memory, three.memory = three.memory, []
-        done.append(stager.stage(three.file, memory, {number} if overlap else set()))
-        del memory
-
-    monkeypatch.setattr(Slot, "copy", held_up)
-    with behind(save) as saved:
-        assert saved.wait(WAIT if overlap else 0.2) == overlap
-        device.main.finish()
-        gates[0].set()
-    done[0].wait()
-    device.main.finish()
-    assert three.staged(done[0]) == {"a": 1.0, "b": 2.0, "c": 3.0}
+        found = {}
+        for name, count in (("a", 300), ("b", 200), ("c", 100)):
+            place = self.file.places[self.number(name)].payload
+            (found[name],) = torch.frombuffer(
+                staged.slot.memory, dtype=torch.float32, count=count, offset=place
+            ).unique()
+        return found
 
 
 def test_tensors_of_the_host_are_copied_behind_the_training_beside_a_device_too(device, stager, monkeypatch):
@@ -211,24 +131,16 @@ def test_a_tensor_made_of_others_is_copied_to_the_host_with_the_rest(device, sta
 
 def test_pinned_memory_is_given_up_while_it_is_mapped(device, stager):
     three, runtime = Three(device), device.runtime
-    stager.stage(three.file, three.memory).release()
-    (size,) = runtime.registered.values()
-    assert size == three.file.end
-    stager.give_back()
-    assert runtime.registered == {}
-    stager.stage(three.file, three.memory).release()
-    stager.close()
-    assert runtime.registered == {}
-    assert runtime.calls == ["register", "unregister"] * 2
-
-
-def test_pinned_memory_that_nobody_gave_up_is_given_up_while_it_is_mapped(device):
-    three = Three(device)
+    for give_up in (stager.give_back, stager.close):
+        stager.stage(three.file, three.memory).release()
+        assert [*runtime.registered.values()] == [three.file.end]
+        give_up()
+        assert runtime.registered == {}
     slot = slot_for(three.file, three.memory)
-    assert len(device.runtime.registered) == 1
-    del slot
+    assert runtime.calls == ["register", "unregister"] * 2 + ["register"]
+    del slot  # which nobody gave up
     gc.collect()
-    assert device.runtime.registered == {}
+    assert runtime.registered == {}
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_a_warning(device, stager):
@@ -325,33 +237,6 @@ def test_a_device_that_fails_in_the_middle_of_a_copy_fails_the_save(device, stag
     device.error = None
 
 
-# ---- the second slot -------------------------------------------------------------------------------------------------
-
-
-def test_a_save_waits_for_whichever_slot_comes_first(monkeypatch, stager):
-    file, memory = file_of({"x": {"w": torch.zeros(1000)}})
-    first = stager.stage(file, memory)
-    allocate, may_allocate, asked = staging._allocate, threading.Event(), threading.Event()
-
-    def slow(size, path):
-        asked.set()
-        assert may_allocate.wait(WAIT)
-        return allocate(size, path)
-
-    monkeypatch.setattr(staging, "_allocate", slow)
-    second = []
-    with behind(lambda: second.append(stager.stage(file, memory))) as done:
-        assert asked.wait(WAIT)
-        assert not done.is_set()
-        first.release()
-    assert second[0].slot is first.slot
-    third = []
-    with behind(lambda: third.append(stager.stage(file, memory))):
-        may_allocate.set()
-    assert third[0].slot is not first.slot
-    assert stager.held_bytes == 2 * file.end
-
-
 # ---- optimizers, and graphs ------------------------------------------------------------------------------------------
 
 
@@ -368,164 +253,89 @@ def slow(device, monkeypatch):
     monkeypatch.setattr(Slot, "copy", slowly)
 
 
-class Model(torch.nn.Module):
-    def __init__(self, device):
-        super().__init__()
-        self.weight = torch.nn.Parameter(device.tensor(torch.full((1000,), 1.0)))
-        self.register_buffer("seen", device.tensor(torch.zeros(10)))
-
-
-class Run:
-    """A model on a device, and its optimizer, which adds 1 to its parameter in each step."""
-
-    def __init__(self, device, root, **options):
-        self.device, self.root = device, root
-        self.model = Model(device)
-        self.optimizer = torch.optim.SGD([self.model.weight], lr=1.0)
-        self.model.weight.grad = device.tensor(torch.full((1000,), -1.0))
-        self.state = {"model": self.model, "optimizer": self.optimizer}
-        self.checkpointer = ckptman.Checkpointer(root, self.state, deadline=None, overlap=True, **options)
-
-    @property
-    def staging_stream(self):
-        assert self.checkpointer._saver._stager is not None
-        streams = self.checkpointer._saver._stager._streams
-        return streams.setdefault(ZERO, self.device.Stream(ZERO))
-
-    def saved(self, step):
-        """The values in the parameter of a checkpoint."""
-        found = {"model": {"weight": torch.zeros(1000), "seen": torch.zeros(10)}}
-        ckptman.load(found, self.root / f"step-{step:010d}")
-        return found["model"]["weight"].unique().tolist()
-
-
-def test_a_step_waits_on_its_stream_for_the_copy(device, tmp_path):
-    run = Run(device, tmp_path)
-    with run.checkpointer:
-        run.optimizer.step()
-        with run.staging_stream.held():
-            run.checkpointer.save(1)
-            for _ in range(3):
-                run.optimizer.step()
-        run.checkpointer.save(2)
-    assert [run.saved(1), run.saved(2)] == [[2.0], [5.0]]
-
-
-def test_two_optimizers_on_two_streams_wait_both(device, tmp_path):
-    run, side = Run(device, tmp_path), device.Stream(ZERO)
-    other = torch.optim.SGD([torch.nn.Parameter(device.tensor(torch.zeros(3)))], lr=1.0)
-    with run.checkpointer:
-        run.optimizer.step()
-        device.synchronize()
-        with run.staging_stream.held():
-            run.checkpointer.save(1)
-            other.step()
-            with device.stream(side):
-                run.optimizer.step()
-                assert not side.record_event().wait_on_host(0.2)
-    assert run.saved(1) == [2.0]
-
-
-def test_an_optimizer_that_was_replaced_waits_too(device, tmp_path):
-    run = Run(device, tmp_path)
-    with run.checkpointer:
-        run.optimizer.step()
-        with run.staging_stream.held():
-            run.checkpointer.save(1)
-            torch.optim.SGD([run.model.weight], lr=1.0).step()
-    assert run.saved(1) == [2.0]
-
-
-def captured(run):
-    with run.device.capture() as graph:
-        run.optimizer.step()
+def captured(device, run):
+    with device.capture() as graph:
+        run.second.step()
     return graph.replay
 
 
-def replays_at_once(run, replay):
-    """Save, and go on with steps that call no hook, while nothing is copied until the end. Returns what was saved."""
-    step = 1 + max((int(path.name[5:]) for path in run.root.glob("step-*")), default=0)
-    run.checkpointer.save(step)
+def check_replays_at_once(checkpointer, device, run, replay, step):
+    """Save, and go on with steps that call no hook, while nothing is copied until the end."""
+    kept = run.copies()
+    checkpointer.save(step)
     replay()
     replay()
-    run.checkpointer.wait()
-    return run.saved(step)
+    checkpointer.wait()
+    check_saved(checkpointer.root, device, {step: kept})
 
 
 def test_steps_of_a_graph_do_not_change_what_is_being_copied(device, tmp_path, slow):
-    run = Run(device, tmp_path)
-    with run.checkpointer:
-        run.optimizer.step()
-        replay = captured(run)
+    run = Run(device)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        replay = captured(device, run)
         with pytest.warns(RuntimeWarning, match="captured into a graph"):
-            assert replays_at_once(run, replay) == [2.0]
-        assert replays_at_once(run, replay) == [4.0]
+            check_replays_at_once(checkpointer, device, run, replay, 1)
+        check_replays_at_once(checkpointer, device, run, replay, 2)
 
 
 def test_steps_of_a_graph_of_before_the_run_do_not_change_what_is_being_copied(device, tmp_path, slow):
-    model = Model(device)
-    optimizer = torch.optim.SGD([model.weight], lr=1.0)
-    model.weight.grad = device.tensor(torch.full((1000,), -1.0))
-    with device.capture() as graph:
-        optimizer.step()
-    run = Run(device, tmp_path)
-    run.state.update(model=model, optimizer=optimizer)
-    with run.checkpointer:
-        assert replays_at_once(run, graph.replay) == [1.0]
+    run = Run(device)
+    replay = captured(device, run)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        check_replays_at_once(checkpointer, device, run, replay, 1)
 
 
 def test_an_optimizer_that_is_meant_for_graphs_is_not_overlapped(device, tmp_path, slow):
-    run = Run(device, tmp_path)
-    run.optimizer.param_groups[0]["capturable"] = True
-    with run.checkpointer:
-        run.optimizer.step()
+    run = Run(device)
+    run.second.param_groups[0]["capturable"] = True
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
         with pytest.warns(RuntimeWarning, match="capturable=True"):
-            run.checkpointer.save(1)
-        assert run.checkpointer._saver._staged == []
+            checkpointer.save(1)
+        assert checkpointer._saver._staged == []
 
 
 def test_a_graph_can_be_captured_while_a_save_is_being_copied(device, tmp_path, slow):
     """It neither waits for an event that is not in it, nor does anybody ask the device for one meanwhile."""
-    run = Run(device, tmp_path)
-    with run.checkpointer:
-        run.optimizer.step()
-        run.checkpointer.save(1)
-        replay = captured(run)
-        replay()
+    run = Run(device)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        kept = run.copies()
+        checkpointer.save(1)
+        replay = captured(device, run)
         replay()
         device.synchronize()
-    assert run.saved(1) == [2.0]
-    assert device.values(run.model.weight.detach()).unique().tolist() == [4.0]
+    check_saved(tmp_path, device, {1: kept})
+    assert "second.weight" in differing_values(values_of(device, run.tensors()), values_of(device, kept))
 
 
 # ---- saves that block ------------------------------------------------------------------------------------------------
 
 
+def saved_and_loaded(device, root, values):
+    """What a save that blocks has of tensors on the device; a view of a transposed one stays one."""
+    state = {name: device.tensor(each.T if name == "transposed" else each) for name, each in values.items()}
+    if "transposed" in state:
+        state["transposed"] = state["transposed"].T
+    ckptman.save({"x": state}, root / "saved")
+    found = {name: torch.zeros_like(each) for name, each in values.items()}
+    ckptman.load({"x": found}, root / "saved")
+    return found
+
+
 def test_saves_that_block_go_through_pinned_memory(device, tmp_path):
-    values = torch.randn(70_000), torch.randn(500, 300).T, torch.randn(40, 40, dtype=torch.complex64).conj()
-    state = {f"v{number}": device.tensor(each.contiguous().resolve_conj()) for number, each in enumerate(values)}
-    state["v1"] = device.tensor(values[1].T.contiguous()).T
+    values = {"line": torch.randn(70_000), "transposed": torch.randn(500, 300).T}
+    values["complex"] = torch.randn(40, 40, dtype=torch.complex64)
     asked, pinned = [], device.is_pinned
     with mock.patch.object(device, "is_pinned", lambda each: asked.append(pinned(each)) or asked[-1]):
-        ckptman.save({"x": state}, tmp_path / "saved")
+        assert differing_values(saved_and_loaded(device, tmp_path, values), values) == []
     assert asked
     assert all(asked)
-    found = {"x": {f"v{number}": torch.zeros_like(each.resolve_conj()) for number, each in enumerate(values)}}
-    ckptman.load(found, tmp_path / "saved")
-    assert all(torch.equal(found["x"][f"v{number}"], each) for number, each in enumerate(values))
 
 
 def test_saves_that_block_need_no_pinned_memory(device, tmp_path):
-    values = torch.randn(70_000)
-    refused = RuntimeError("CUDA error: out of memory")
-    with (
-        mock.patch.object(device, "empty_pinned", side_effect=refused),
-        pytest.warns(RuntimeWarning, match="host memory cannot be pinned"),
-    ):
-        ckptman.save({"x": device.tensor(values)}, tmp_path / "saved")
-    found = {"x": torch.zeros_like(values)}
-    ckptman.load(found, tmp_path / "saved")
-    assert torch.equal(found["x"], values)
+    values = {"line": torch.randn(70_000)}
+    refused = mock.patch.object(device, "empty_pinned", side_effect=RuntimeError("CUDA error: out of memory"))
+    with refused, pytest.warns(RuntimeWarning, match="host memory cannot be pinned"):
+        assert differing_values(saved_and_loaded(device, tmp_path, values), values) == []
 
 
 def test_slots_that_are_made_ahead_are_pinned_then(device, stager):

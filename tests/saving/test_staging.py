@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +10,12 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 import ckptman
 from ckptman.comm.control_group import Channel
-from ckptman.runtime.host_memory import available_bytes, spare_bytes
 from ckptman.runtime.journal import read_journal
 from ckptman.saving import staging, writer
 from ckptman.saving.staging import RESERVE_BYTES, Slot, Stager
@@ -141,13 +138,16 @@ def test_a_second_slot_is_made_only_when_the_first_is_busy_and_there_is_never_a_
     assert asked == [file.end]
 
 
-def test_without_memory_for_a_second_slot_a_save_waits_for_the_first():
+@pytest.mark.parametrize("said_to_be_there", [False, True])
+def test_without_memory_for_a_second_slot_a_save_waits_for_the_first(said_to_be_there):
     file, memory = file_of({"x": {"w": torch.zeros(1000)}})
-    with stager_of(lambda size: False) as stager:
-        first = stager.stage(file, memory)
-        second = []
-        with behind(lambda: second.append(stager.stage(file, memory))) as done:
-            assert not done.wait(0.2)
+    with stager_of(lambda size: said_to_be_there) as stager:
+        first, second = stager.stage(file, memory), []
+        with (
+            mock.patch.object(staging, "_allocate", side_effect=MemoryError("none left")),
+            behind(lambda: second.append(stager.stage(file, memory))) as done,
+        ):
+            assert not done.wait(0.1)
             first.release()
         assert second[0].slot is first.slot
         assert stager.held_bytes == file.end
@@ -167,6 +167,30 @@ def test_a_save_takes_the_slot_that_is_free_first():
         assert in_time
 
 
+def test_a_save_waits_for_whichever_slot_comes_first(monkeypatch):
+    """One that is given back, or one that is being made."""
+    file, memory = file_of({"x": {"w": torch.zeros(1000)}})
+    allocate, may_allocate, asked = staging._allocate, threading.Event(), threading.Event()
+
+    def slow(size, path):
+        asked.set()
+        assert may_allocate.wait(WAIT)
+        return allocate(size, path)
+
+    with stager_of() as stager:
+        first, second, third = stager.stage(file, memory), [], []
+        monkeypatch.setattr(staging, "_allocate", slow)
+        with behind(lambda: second.append(stager.stage(file, memory))) as done:
+            assert asked.wait(WAIT)
+            assert not done.is_set()
+            first.release()
+        assert second[0].slot is first.slot
+        with behind(lambda: third.append(stager.stage(file, memory))):
+            may_allocate.set()
+        assert third[0].slot is not first.slot
+        assert stager.held_bytes == 2 * file.end
+
+
 def test_another_file_takes_the_place_of_the_slots():
     file, memory = file_of({"x": {"w": torch.zeros(1000)}})
     other, others = file_of({"x": {"w": torch.ones(5000), "v": torch.ones(3)}})
@@ -180,21 +204,21 @@ def test_another_file_takes_the_place_of_the_slots():
         assert differing(stager.stage(other, others), other, others) == []
 
 
-def test_a_file_of_nothing():
-    file, memory = file_of({"x": {"empty": torch.empty(0, 3), "value": 5}})
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"value": 5},
+        {"x": {"empty": torch.empty(0, 3), "value": 5}},
+        {"x": {"fp4": noise(torch.uint8, 8, 6).view(torch.float4_e2m1fn_x2)}},
+    ],
+    ids=["nothing", "no elements", "a dtype that cannot be copied"],
+)
+def test_odd_files(state):
+    file, memory = file_of(state)
     with stager_of() as stager:
         staged = stager.stage(file, memory)
         assert differing(staged, file, memory) == []
-    file, memory = file_of({"value": 5})
-    assert file.end == 0
-    with stager_of() as stager:
-        assert len(stager.stage(file, memory).slot.memory) == 0
-
-
-def test_dtypes_that_can_be_stored_and_not_copied():
-    file, memory = file_of({"x": {"fp4": noise(torch.uint8, 8, 6).view(torch.float4_e2m1fn_x2)}})
-    with stager_of() as stager:
-        assert differing(stager.stage(file, memory), file, memory) == []
+        assert len(staged.slot.memory) == file.end
 
 
 # ---- what is copied later --------------------------------------------------------------------------------------------
@@ -284,31 +308,6 @@ def test_a_slot_is_not_free_while_what_was_to_be_copied_later_is_copied(monkeypa
             pass
 
 
-def test_memory_that_cannot_be_taken_for_a_second_slot_is_waited_for():
-    """It was said to be there and is not: the save waits for the slot that there is."""
-    file, memory = file_of({"x": {"w": torch.zeros(1000)}})
-    with stager_of() as stager:
-        first = stager.stage(file, memory)
-        second = []
-        with (
-            mock.patch("ckptman.saving.staging._allocate", side_effect=MemoryError("none left")),
-            behind(lambda: second.append(stager.stage(file, memory))) as done,
-        ):
-            assert not done.wait(0.1)
-            first.release()
-        assert second[0].slot is first.slot
-
-
-def test_a_copy_that_fails_frees_its_slot(monkeypatch):
-    file, memory = file_of({"x": {"w": torch.zeros(1000)}})
-    with stager_of(lambda size: False) as stager:
-        stager.prepare(file, memory)
-        with mock.patch.object(Slot, "copy", side_effect=RuntimeError("no")), pytest.raises(RuntimeError, match="no"):
-            stager.stage(file, memory)
-        with behind(lambda: stager.stage(file, memory)):
-            pass
-
-
 def test_a_value_that_may_change_is_pickled_before_the_training_goes_on(tmp_path, monkeypatch):
     """On its stream, too: what the value holds may be on a device."""
     pickled, threads = writer.pickled, []
@@ -322,23 +321,18 @@ def test_a_value_that_may_change_is_pickled_before_the_training_goes_on(tmp_path
     state = {"s": {"w": torch.zeros(10), "n": 5, "text": b"bytes", "array": np.arange(3)}}
     with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
         checkpointer.save(1)
-    assert len(threads) == 2
-    assert set(threads) == {threading.current_thread()}
-    loaded = {"s": {"w": torch.ones(10), "n": 0, "text": b"", "array": np.zeros(3, dtype=np.int64)}}
-    ckptman.load(loaded, tmp_path / "step-0000000001")
-    assert loaded["s"]["text"] == b"bytes"
-    assert loaded["s"]["array"].tolist() == [0, 1, 2]
+    assert threads == [threading.current_thread()] * 2
 
 
 # ---- saves one after the other ---------------------------------------------------------------------------------------
 
 
-def value_of(path):
-    """The one value that fills `x.w` of a checkpoint; an error if there are two."""
-    state = {"s": {"w": torch.zeros(1_000_000)}}
+def value_of(path, size=1_000_000):
+    """The one value that fills `s.w` of a checkpoint; an error if there are two."""
+    state = {"s": {"w": torch.full((size,), -1.0)}}
     ckptman.load(state, path)
     (value,) = state["s"]["w"].unique().tolist()
-    return float(value)
+    return value
 
 
 def test_a_slot_is_not_taken_from_a_save_that_has_not_been_written(tmp_path, monkeypatch):
@@ -379,74 +373,15 @@ def test_a_slot_is_not_taken_from_a_save_that_has_not_been_written(tmp_path, mon
     assert [value_of(tmp_path / f"step-{step:010d}") for step in (1, 2, 3)] == [1, 2, 3]
 
 
-def test_saves_that_come_faster_than_the_disk_takes_them(tmp_path, monkeypatch):
-    tensor, original = torch.zeros(1_000_000), CheckpointWriter._write
-
-    def slow(writing, *args):
-        time.sleep(0.03)
-        return original(writing, *args)
-
-    monkeypatch.setattr(CheckpointWriter, "_write", slow)
-    with ckptman.Checkpointer(tmp_path, {"s": {"w": tensor}}, deadline=None) as checkpointer:
-        for step in range(1, 9):
-            tensor.fill_(step)
-            checkpointer.save(step)
-    assert [value_of(tmp_path / f"step-{step:010d}") for step in range(1, 9)] == list(range(1, 9))
-
-
-def save_with_errors(root, errors):
-    original, left = Content.of, errors
-
-    def failing(*args):
-        nonlocal left
-        left -= 1
-        if left >= 0:
-            raise MemoryError("no memory for the values")
-        return original(*args)
-
-    with (
-        mock.patch.object(Content, "of", failing),
-        ckptman.Checkpointer(root, {"s": {"w": torch.ones(1_000_000)}}, deadline=None) as checkpointer,
-    ):
-        for step in range(1, errors + 1):
-            checkpointer.save(step)
-            with pytest.raises(ckptman.CommitError, match="no memory for the values"):
-                checkpointer.wait()
-        done = threading.Event()
-        threading.Timer(1, lambda: done.is_set() or _free_all(checkpointer)).start()
-        begun = time.monotonic()
-        checkpointer.save(errors + 1)
-        done.set()
-        assert time.monotonic() - begun < 0.9, "it waits for a slot that nobody frees"
-    assert value_of(root / f"step-{errors + 1:010d}") == 1
-
-
-def _free_all(checkpointer):
-    """So that a test that fails ends."""
-    assert checkpointer._saver._stager is not None
-    stager = checkpointer._saver._stager
-    with stager._freed:
-        for slot in stager._slots:
-            slot.free = True
-        stager._freed.notify_all()
-
-
-def test_a_save_that_fails_after_its_copy_frees_its_slot(tmp_path):
-    save_with_errors(tmp_path, 2)
-
-
-def test_ctrl_c_before_the_write_behind_has_the_copy_frees_its_slot(tmp_path, monkeypatch):
-    """In a notebook, say, where saves go on after it."""
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    state = contents()
-    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+@pytest.mark.parametrize("error", [MemoryError("no memory for the values"), KeyboardInterrupt()], ids=repr)
+def test_a_save_that_ends_before_the_write_behind_has_its_copy_frees_its_slot(tmp_path, monkeypatch, error):
+    """Ctrl-C: in a notebook, say, where saves go on after it."""
+    with ckptman.Checkpointer(tmp_path, contents(), deadline=None) as checkpointer:
         for step in (1, 2, 3):
-            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(Content, "of", interrupted)
+            with monkeypatch.context() as patched, pytest.raises((ckptman.CommitError, KeyboardInterrupt)):
+                patched.setattr(Content, "of", mock.Mock(side_effect=error))
                 checkpointer.save(step)
+                checkpointer.wait()
         with behind(lambda: checkpointer.save(4)):
             pass
     assert (tmp_path / "step-0000000004").is_dir()
@@ -471,10 +406,7 @@ def test_without_a_thread_to_write_behind_no_save_is_written_later_with_what_ano
         for step in (2, 3):
             state["s"]["w"].fill_(step)
             checkpointer.save(step)
-    for step, value in ((1, 0), (2, 2), (3, 3)):
-        fresh = {"s": {"w": torch.full((1000,), -1.0)}}
-        ckptman.load(fresh, tmp_path / f"step-000000000{step}")
-        assert torch.equal(fresh["s"]["w"], torch.full((1000,), float(value)))
+    assert [value_of(tmp_path / f"step-000000000{step}", 1000) for step in (1, 2, 3)] == [0, 2, 3]
 
 
 _ENDS = """
@@ -507,53 +439,43 @@ def test_a_run_that_is_closed_while_the_interpreter_leaves_saves_its_end(tmp_pat
 
 def patched_memory(left):
     """Let a Checkpointer see other memory than there is."""
-    return mock.patch("ckptman.saving.staging.available_bytes", left)
+    return mock.patch.object(staging, "available_bytes", left)
 
 
 def test_too_little_memory_is_a_warning_and_saves_that_block(tmp_path):
-    state = {"s": {"w": torch.ones(1_000_000)}}
     told = r"saves will block training until they are durable: .* 0\.5 GiB are left"
     with (
         patched_memory(lambda: RESERVE_BYTES + 1_000_000),
         pytest.warns(RuntimeWarning, match=told),
-        ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+        ckptman.Checkpointer(tmp_path, {"s": {"w": torch.ones(1_000_000)}}, deadline=None) as checkpointer,
     ):
         for step in (1, 2):
             checkpointer.save(step)
             assert value_of(tmp_path / f"step-{step:010d}") == 1, "it is durable when save() returns"
-        assert checkpointer._saver._stager is not None
         assert checkpointer._saver._stager.held_bytes == 0
     events, _ = read_journal(next(tmp_path.rglob("*.jsonl")))
-    refused = [each for each in events if each["event"] == "async_refused"]
-    assert len(refused) == 1
-    assert "0.5 GiB are left" in refused[0]["reason"]
+    (refused,) = (each for each in events if each["event"] == "async_refused")
+    assert "0.5 GiB are left" in refused["reason"]
     assert [each["event"] for each in events].count("save_durable") == 2
     assert "save_staged" not in {each["event"] for each in events}
 
 
 def test_enough_memory_is_no_warning(tmp_path):
-    state = {"s": {"w": torch.ones(1_000_000)}}
-    left = [RESERVE_BYTES + 4_500_000]
-    with (
-        patched_memory(lambda: left[0]),
-        ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
-    ):
+    state, left = {"s": {"w": torch.ones(1_000_000)}}, [RESERVE_BYTES + 4_500_000]
+    with patched_memory(lambda: left[0]), ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
         left[0] = RESERVE_BYTES + 500_000
         checkpointer.save(1)
         checkpointer.save(2)
-        assert checkpointer._saver._stager is not None
         assert checkpointer._saver._stager.held_bytes < 4_500_000, "a second slot would not fit"
     assert value_of(tmp_path / "step-0000000002") == 1
 
 
 def test_memory_that_cannot_be_taken_is_a_refusal_too(tmp_path):
-    state = {"s": {"w": torch.ones(1000)}}
+    told = "rank 0 could not take memory for a private copy, .*: MemoryError: none left"
     with (
-        mock.patch("ckptman.saving.staging._allocate", side_effect=MemoryError("none left")),
-        pytest.warns(
-            RuntimeWarning, match="rank 0 could not take memory for a private copy, .*: MemoryError: none left"
-        ),
-        ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+        mock.patch.object(staging, "_allocate", side_effect=MemoryError("none left")),
+        pytest.warns(RuntimeWarning, match=told),
+        ckptman.Checkpointer(tmp_path, {"s": {"w": torch.ones(1000)}}, deadline=None) as checkpointer,
     ):
         checkpointer.save(1)
         assert (tmp_path / "step-0000000001" / "manifest.json").exists()
@@ -581,82 +503,3 @@ def test_all_ranks_save_alike_where_one_has_too_little(tmp_path, short):
     assert first == second == [True, False]
     events, _ = read_journal(next(tmp_path.rglob("*.jsonl")))
     assert [each["event"] for each in events].count("async_refused") == 1
-
-
-# ---- how much memory there is ----------------------------------------------------------------------------------------
-
-GIB = 2**30
-
-
-@pytest.fixture(autouse=True)
-def large_machine(request, monkeypatch):
-    if "cgroup" in request.node.name:
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=500 * GIB))
-
-
-def put(folder, **files):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(f"{text}\n")
-
-
-def own(tmp_path, text):
-    (tmp_path / "own").write_text(text)
-    return tmp_path / "own"
-
-
-def test_cgroup_none(tmp_path):
-    assert available_bytes(tmp_path, tmp_path / "none") == 500 * GIB
-    assert available_bytes(tmp_path, own(tmp_path, "0::/nowhere\n")) == 500 * GIB
-
-
-def test_cgroup_v2_the_tightest_of_all_above_counts(tmp_path):
-    root, job = tmp_path / "fs", tmp_path / "fs/slurm/job_7"
-    put(root / "slurm", memory__max="max", memory__current=400 * GIB)
-    put(job, memory__max=64 * GIB, memory__current=40 * GIB, memory__stat=f"anon 5\ninactive_file {9 * GIB}\nx y z")
-    put(job / "step_0", memory__max="max", memory__current=39 * GIB)
-    mine = own(tmp_path, "0::/slurm/job_7/step_0\n")
-    assert available_bytes(root, mine) == 33 * GIB
-    put(job / "step_0", memory__max=50 * GIB, memory__stat=f"active_file {1 * GIB}\ninactive_file {2 * GIB}")
-    assert available_bytes(root, mine) == 14 * GIB
-    put(job, memory__current=80 * GIB)
-    assert available_bytes(root, mine) == 0
-    with mock.patch.object(psutil, "virtual_memory", return_value=SimpleNamespace(available=3 * GIB)):
-        put(job, memory__current=0)
-        assert available_bytes(root, mine) == 3 * GIB
-
-
-def test_cgroup_v2_of_a_container_that_sees_only_itself(tmp_path):
-    put(tmp_path / "fs", memory__max=8 * GIB, memory__current=5 * GIB, memory__stat=f"active_file {GIB}")
-    assert available_bytes(tmp_path / "fs", own(tmp_path, "0::/\n")) == 4 * GIB
-
-
-def test_cgroup_v1_beside_v2(tmp_path):
-    job = tmp_path / "fs/memory/slurm/job_7"
-    put(tmp_path / "fs/memory", memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=90 * GIB)
-    put(job, memory__limit_in_bytes=20 * GIB, memory__usage_in_bytes=6 * GIB, memory__stat=f"inactive_file {GIB}")
-    lines = "12:cpu,cpuacct:/slurm\n5:memory:/slurm/job_7\n1:name=systemd:/x\n0::/slurm/job_7\n"
-    assert available_bytes(tmp_path / "fs", own(tmp_path, lines)) == 15 * GIB
-    assert available_bytes(tmp_path / "fs", own(tmp_path, "7:memory,hugetlb:/slurm/job_7/step_0\n")) == 15 * GIB
-
-
-def test_cgroup_v1_pages_of_files_that_belong_to_a_group_below(tmp_path):
-    job = tmp_path / "fs/memory/slurm/job_7"
-    stat = f"inactive_file 0\nactive_file 0\ntotal_inactive_file {10 * GIB}\ntotal_active_file {2 * GIB}"
-    put(job, memory__limit_in_bytes=20 * GIB, memory__usage_in_bytes=18 * GIB, memory__stat=stat)
-    mine = own(tmp_path, "5:memory:/slurm/job_7/step_0/task_0\n")
-    assert available_bytes(tmp_path / "fs", mine) == 14 * GIB
-
-
-def test_cgroup_what_is_read_again_and_again_is_not_spare(tmp_path):
-    (tmp_path / "meminfo").write_text(f"MemFree: 5 kB\nActive(file):    {400 * GIB // 1024} kB\n")
-    assert spare_bytes(tmp_path, tmp_path / "none", tmp_path / "meminfo") == 100 * GIB
-    assert spare_bytes(tmp_path, tmp_path / "none", tmp_path / "none") == 500 * GIB
-    root, job = tmp_path / "fs", tmp_path / "fs/job_7"
-    stat = f"active_file {30 * GIB}\ninactive_file {9 * GIB}"
-    put(job, memory__max=64 * GIB, memory__current=60 * GIB, memory__stat=stat)
-    assert spare_bytes(root, own(tmp_path, "0::/job_7\n"), tmp_path / "meminfo") == 13 * GIB
-
-
-def test_this_machine_has_some_memory_left():
-    assert 0 < spare_bytes() <= available_bytes() <= psutil.virtual_memory().total

@@ -15,13 +15,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckptman.errors import ConfigError
 from ckptman.forecast.checkpoint_size import LARGE_BYTES
-from ckptman.saving.write_plan import Held, Piece, WritePlan, divide, plan_save, signature_of
+from ckptman.saving.write_plan import Held, WritePlan, divide, plan_save, signature_of
 from ckptman.state.local_shards import Box
 from ckptman.state.named_state import snapshot
 from tests.helpers.ranks import run_ranks
-
-Divided = list[list[Piece]]
-"""The pieces of each rank."""
 
 
 def divided(boxes, ranks):
@@ -85,8 +82,7 @@ def held_boxes(draw):
     return found
 
 
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(held_boxes())
 def test_every_element_is_written_once_and_shares_are_even(boxes):
     pieces = divided(boxes, RANKS)
@@ -106,35 +102,11 @@ def test_every_element_is_written_once_and_shares_are_even(boxes):
                 assert abs(share - even) <= row + small + 1, (holders, rank)
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4, 8, 16])
-@pytest.mark.parametrize("width", [256, 768, 1024])
-def test_the_shares_of_a_transformer_are_even(replicas, width):
-    everyone, boxes = tuple(range(replicas)), []
-    shapes = {"embed": (32000, width), "head": (32000, width)}
-    for layer in range(12):
-        shapes |= {f"{layer}.{name}": (width, width) for name in "qkvo"}
-        shapes |= {f"{layer}.up": (4 * width, width), f"{layer}.down": (width, 4 * width), f"{layer}.norm": (width,)}
-    for number, (name, shape) in enumerate(shapes.items()):
-        boxes.append(Held(name, Box((0,) * len(shape), shape, everyone), 4, number))
-    pieces = divided(boxes, replicas)
-    assert flaws(boxes, pieces) == []
-    shares = [bytes_of(mine, boxes) for mine in pieces]
-    assert max(shares) <= 1.05 * sum(shares) / replicas
-
-
 def test_pieces_do_not_depend_on_the_order_in_which_boxes_come():
     boxes = [Held(f"t{i}", Box((0, 0), (100 + i, 4000), (0, 1, 2)), 4, i) for i in range(7)]
     for rank in range(3):
         forward, backward = divide(boxes, rank), divide(reversed(boxes), rank)
         assert forward == backward
-
-
-def test_many_more_holders_than_rows():
-    holders = tuple(range(64))
-    boxes = [Held("few", Box((0, 0), (3, 2_000_000), holders), 4, 0)]
-    pieces = divided(boxes, 64)
-    assert flaws(boxes, pieces) == []
-    assert sum(map(len, pieces)) == 3, "one row is the least that a rank writes"
 
 
 # ---- with the other ranks --------------------------------------------------------------------------------------------

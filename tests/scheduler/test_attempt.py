@@ -40,21 +40,21 @@ def submitted(tmp_path, fake, body, **wish):
     return made.chain
 
 
-def attempt(chain, fake, number, now=NOW, **environ):
-    """Run job `number` of a chain, whose id is 100 and that number: the exit code and what was said."""
-    said = []
+def supervisor(chain, fake, number=1, now=NOW, say=print, **environ):
+    """What runs job `number` of a chain, whose id is 100 and that number."""
     job = {"SLURM_JOB_ID": str(100 + number), "SLURM_JOB_NODELIST": "n1", **fake.environ, **environ}
-    supervisor = Supervisor(
-        chain,
-        number,
-        job,
-        fake.client(),
-        str(chain.folder.parent),
-        say=said.append,
-        clock=lambda: now,
-        sleep=lambda _: None,
-    )
-    return supervisor.run(), said
+    workdir = str(chain.folder.parent)
+    return Supervisor(chain, number, job, fake.client(), workdir, say=say, clock=lambda: now, sleep=lambda _: None)
+
+
+def attempt(chain, fake, number, now=NOW, **environ):
+    """Run a job: its exit code and what was said."""
+    said = []
+    return supervisor(chain, fake, number, now, said.append, **environ).run(), said
+
+
+def begin_and_be_killed(chain, fake):
+    assert supervisor(chain, fake)._begin() is not None
 
 
 def outcome(state, root="", step=0, reason="it said so"):
@@ -70,14 +70,8 @@ def outcome(state, root="", step=0, reason="it said so"):
 def test_a_submission(tmp_path, fake):
     chain = submitted(tmp_path, fake, "true", arguments=("a b",), options=("--nodes=2",))
     [argv] = fake.argv("sbatch")
-    assert argv == [
-        "--parsable",
-        "--job-name=train.sbatch",
-        "--open-mode=append",
-        "--nodes=2",
-        str(chain.batch_file),
-        "1",
-    ]
+    usual = ["--parsable", "--job-name=train.sbatch", "--open-mode=append"]
+    assert argv == [*usual, "--nodes=2", str(chain.batch_file), "1"]
     assert [(job.number, job.job_id) for job in chain.jobs()] == [(1, "101")]
     assert chain.state.state == "active"
     assert chain.spec.arguments == ("a b",)
@@ -87,7 +81,7 @@ def test_what_sbatch_refuses_leaves_a_chain_that_has_stopped(tmp_path, fake):
     fake.plan("sbatch", (1, "", "sbatch: error: invalid account"))
     with pytest.raises(SchedulerError, match="invalid account"):
         submitted(tmp_path, fake, "true")
-    [chain] = [Chain(each) for each in (tmp_path / "ckptman-chains").iterdir()]
+    [chain] = find_chains(tmp_path)
     assert chain.state.state == "stopped"
 
 
@@ -128,21 +122,24 @@ def test_the_same_script_twice_is_refused(tmp_path, fake):
     prepare(Submission(script=tmp_path / "train.sbatch"), None, {}, NOW)
 
 
-def test_what_cannot_be_submitted(tmp_path, fake):
-    with pytest.raises(NotFoundError, match="no batch script"):
-        prepare(Submission(script=tmp_path / "none"), None, {}, NOW)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="binary"):
-        prepare(Submission(script=tmp_path / "binary"), None, {}, NOW)
-    (tmp_path / "array").write_text("#!/bin/bash\n#SBATCH -a 0-3%2\n")
-    with pytest.raises(ConfigError, match="leave the % out"):
-        prepare(Submission(script=tmp_path / "array"), None, {}, NOW)
-    (tmp_path / "logs").write_text("#!/bin/bash\n#SBATCH -o out/%j.log\n")
-    with pytest.raises(NotFoundError, match="mkdir -p"):
-        prepare(Submission(script=tmp_path / "logs"), None, {}, NOW)
-    (tmp_path / "out").mkdir()
-    prepare(Submission(script=tmp_path / "logs"), None, {}, NOW)
+@pytest.mark.parametrize(
+    ("script", "kind", "told"),
+    [
+        (None, NotFoundError, "no batch script"),
+        (b"\xff\xfe\x00", ConfigError, "binary"),
+        (b"#!/bin/bash\n#SBATCH -a 0-3%2\n", ConfigError, "leave the % out"),
+        (b"#!/bin/bash\n#SBATCH -o out/%j.log\n", NotFoundError, "mkdir -p"),
+    ],
+)
+def test_what_cannot_be_submitted(tmp_path, fake, script, kind, told):
+    if script is not None:
+        (tmp_path / "train.sbatch").write_bytes(script)
+    with pytest.raises(kind, match=told):
+        prepare(Submission(script=tmp_path / "train.sbatch"), None, {}, NOW)
     assert not (tmp_path / "ckptman-chains").exists()
+    if told == "mkdir -p":
+        (tmp_path / "out").mkdir()
+        prepare(Submission(script=tmp_path / "train.sbatch"), None, {}, NOW)
 
 
 # ---- An attempt -----------------------------------------------------------------------------------------------------
@@ -224,21 +221,16 @@ def test_a_crash_after_a_commit_does_not_count(tmp_path, fake):
 )
 def test_how_an_attempt_ended_that_was_killed(tmp_path, fake, state, ending, reason):
     chain = submitted(tmp_path, fake, "exit 75")
-    _begin_and_be_killed(chain, fake)
+    begin_and_be_killed(chain, fake)
     fake.plan("squeue", (0, f"101|{state}|NonZeroExitCode||x\n" if state else "", ""))
     attempt(chain, fake, 2)
     assert (chain.ends()[1].ending, chain.ends()[1].reason) == (ending, reason)
     assert chain.ends()[2].ending == "stopped"
 
 
-def _begin_and_be_killed(chain, fake):
-    job = {"SLURM_JOB_ID": "101", "SLURM_JOB_NODELIST": "n1", **fake.environ}
-    assert Supervisor(chain, 1, job, fake.client(), ".", say=print, clock=lambda: NOW)._begin() is not None
-
-
 def test_a_requeued_job_keeps_its_successor(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75")
-    _begin_and_be_killed(chain, fake)
+    begin_and_be_killed(chain, fake)
     fake.plan("squeue", (0, "102|PENDING|Dependency|afterany:101|x\n", ""))
     attempt(chain, fake, 1, SLURM_RESTART_COUNT="1")
     assert [(each.number, each.job, each.restart) for each in chain.attempts()] == [(1, 1, 0), (2, 1, 1)]
@@ -280,7 +272,7 @@ def test_limits(tmp_path, fake, wish, later, why):
 @pytest.mark.parametrize(("used", "state"), [(59.0, "active"), (60.0, "stopped")])
 def test_the_time_that_attempts_took(tmp_path, fake, used, state):
     chain = submitted(tmp_path, fake, "exit 75", max_walltime_seconds=60.0)
-    _begin_and_be_killed(chain, fake)
+    begin_and_be_killed(chain, fake)
     fake.plan("squeue", (0, "101|TIMEOUT|None||x\n", ""))
     attempt(chain, fake, 2, now=NOW + used)
     assert chain.state.state == state
@@ -305,6 +297,7 @@ PYTHON = (
     "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); "
     "open('ready', 'w').write('ready'); time.sleep(60)"
 )
+TELLS = f'{sys.executable} -S -c "{PYTHON}"; code=$?; echo told $code >> seen; exit $code'
 
 
 @pytest.mark.parametrize(
@@ -312,18 +305,8 @@ PYTHON = (
     [
         (CATCHES.format("TERM"), signal.SIGTERM, "caught TERM", False),
         (CATCHES.format("USR2"), signal.SIGUSR2, "caught USR2", False),
-        (
-            f'{sys.executable} -S -c "{PYTHON}"; code=$?; echo told $code >> seen; exit $code',
-            signal.SIGTERM,
-            "told 75",
-            False,
-        ),
-        (
-            f'{sys.executable} -S -c "{PYTHON}"; code=$?; echo told $code >> seen; exit $code',
-            signal.SIGUSR2,
-            "told 75",
-            True,
-        ),
+        (TELLS, signal.SIGTERM, "told 75", False),
+        (TELLS, signal.SIGUSR2, "told 75", True),
     ],
 )
 def test_signals_reach_whoever_understands_them(tmp_path, fake, body, sent, seen, steps):
@@ -346,11 +329,9 @@ def test_signals_reach_whoever_understands_them(tmp_path, fake, body, sent, seen
 
 def test_a_warning_before_the_run_listens_is_no_crash(tmp_path, fake):
     chain = submitted(tmp_path, fake, f"{sys.executable} -S -c 'import os; os.kill(os.getpid(), 15)'; exit 143")
-    supervisor = Supervisor(
-        chain, 1, {"SLURM_JOB_ID": "101", **fake.environ}, fake.client(), str(tmp_path), say=print, clock=lambda: NOW
-    )
-    supervisor._asked = True
-    assert supervisor.run() == 143
+    job = supervisor(chain, fake, SLURM_JOB_NODELIST="")
+    job._asked = True
+    assert job.run() == 143
     assert (chain.ends()[1].ending, chain.state.state) == ("interrupted", "active")
     assert not fake.argv("scontrol")
 

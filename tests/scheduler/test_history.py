@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from datetime import datetime
 
 import pytest
 
@@ -13,7 +14,7 @@ from ckptman.scheduler.attempt import ROOT_LOOKS
 from ckptman.scheduler.chain_record import EndRecord
 from ckptman.scheduler.history import AVOIDED_SECONDS, avoided, restart_gaps, warned_too_late
 from tests.helpers.checkpoints import commit
-from tests.scheduler.test_attempt import NOW, attempt, fake, outcome, submitted
+from tests.scheduler.test_attempt import NOW, attempt, begin_and_be_killed, fake, outcome, submitted
 
 __all__ = ["fake"]
 NODES = "n1\nn2\n"
@@ -58,20 +59,9 @@ def test_a_node_that_slurm_says_is_down_is_left_out(tmp_path, fake):
 def test_bad_nodes_are_left_out_for_a_day_with_what_was_last_known(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 7")
     assert avoided(chain, 400.0) == {}
-    for number, (seconds, nodes) in enumerate([(200.0, {"n2": "DOWN"}), (100.0, {"n1": "ECC", "n2": "silent"})], 1):
-        chain.end(
-            EndRecord(
-                number=number,
-                ending="crashed",
-                reason="exit code 7",
-                returncode=7,
-                root="",
-                step=0,
-                sequence=0,
-                ended_seconds=seconds,
-                bad_nodes=nodes,
-            )
-        )
+    end = {"ending": "crashed", "reason": "exit code 7", "returncode": 7, "root": "", "step": 0, "sequence": 0}
+    chain.end(EndRecord(number=1, ended_seconds=200.0, bad_nodes={"n2": "DOWN"}, **end))
+    chain.end(EndRecord(number=2, ended_seconds=100.0, bad_nodes={"n1": "ECC", "n2": "silent"}, **end))
     assert avoided(chain, 400.0) == {"n1": "ECC", "n2": "DOWN"}
     assert avoided(chain, 100.0 + AVOIDED_SECONDS) == {"n2": "DOWN"}
     assert avoided(chain, 200.0 + AVOIDED_SECONDS) == {}
@@ -272,22 +262,12 @@ def test_where_the_time_went(tmp_path, fake, capsys):
 
 
 def test_the_end_of_a_killed_attempt_is_what_slurm_says(tmp_path, fake):
-    from datetime import datetime
-
     chain = submitted(tmp_path, fake, "true")
-    record = attempt_that_was_killed(chain)
+    begin_and_be_killed(chain, fake)
     when = datetime.fromtimestamp(NOW + 20).isoformat()
     fake.plan("squeue", (0, f"101|NODE_FAIL|None|{when}|x\n", ""))
     attempt(chain, fake, 2, NOW + 50)
-    assert ended(chain, record).ended_seconds == NOW + 20
-
-
-def attempt_that_was_killed(chain):
-    from ckptman.scheduler.chain_record import AttemptRecord
-
-    facts = {"number": 1, "job": 1, "job_id": "101", "restart": 0, "nodes": "n1", "host": "n1", "log": ""}
-    chain.begin(AttemptRecord.model_validate({**facts, "begun_seconds": NOW}))
-    return 1
+    assert ended(chain, 1).ended_seconds == NOW + 20
 
 
 # ---- Arrays ---------------------------------------------------------------------------------------------------------
@@ -328,7 +308,7 @@ def test_tasks_that_were_not_taken_are_named(tmp_path, fake, capsys):
 @pytest.mark.slow
 def test_a_controller_that_is_away_does_not_end_the_chain(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75")
-    attempt_that_was_killed(chain)
+    begin_and_be_killed(chain, fake)
     fake.plan("squeue", (1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"))
     assert attempt(chain, fake, 2, NOW + 50)[0] == 75
     assert (ended(chain, 1).ending, ended(chain, 2).ending) == ("interrupted", "stopped")
@@ -337,7 +317,7 @@ def test_a_controller_that_is_away_does_not_end_the_chain(tmp_path, fake):
 
 def test_a_job_that_begins_while_another_attempt_runs_leaves(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75")
-    attempt_that_was_killed(chain)
+    begin_and_be_killed(chain, fake)
     fake.plan("squeue", (0, "101|RUNNING|None|N/A|x\n", ""))
     code, said = attempt(chain, fake, 2, NOW + 50)
     assert code == 0

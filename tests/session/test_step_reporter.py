@@ -19,8 +19,9 @@ from ckptman.format.paths import journal_path, outcome_path
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
 from ckptman.session import step_reporter, tracker_threads
+from ckptman.session.tracker_threads import Behind
 from tests.helpers.fake_device import fake_devices
-from tests.helpers.tracked_run import drain
+from tests.helpers.tracked_run import drain, settle
 
 
 class Recorder(ckptman.Tracker):
@@ -46,6 +47,19 @@ class Recorder(ckptman.Tracker):
 class Odd:
     def __float__(self):
         raise KeyError("not a number")
+
+
+class Raising(ckptman.Tracker):
+    def log(self, step, metrics):
+        raise OSError("no room")
+
+
+class Hanging(ckptman.Tracker):
+    def __init__(self):
+        self.leave = threading.Event()
+
+    def log(self, step, metrics):
+        self.leave.wait(60)
 
 
 def progress(root):
@@ -142,19 +156,6 @@ def test_trackers_hear_of_each_attempt_and_of_going_back(tmp_path):
             (start + 3, {"loss": float(start + 3)}),
             (start + 3, {"loss": 0.0}),
         ]
-
-
-class Raising(ckptman.Tracker):
-    def log(self, step, metrics):
-        raise OSError("no room")
-
-
-class Hanging(ckptman.Tracker):
-    def __init__(self):
-        self.leave = threading.Event()
-
-    def log(self, step, metrics):
-        self.leave.wait(60)
 
 
 def test_a_tracker_that_raises_or_hangs_is_told_of_once(tmp_path, monkeypatch, caplog):
@@ -285,3 +286,61 @@ def test_a_saved_step_is_handed_on_at_once(tmp_path, monkeypatch):
             checkpointer.step(step, {"loss": 1 / step})
         assert told.wait(30)
         assert [step for step, _ in tracker.of("log")] == [1, 2, 3, 4, 5]
+
+
+# ---- The thread of a tracker -----------------------------------------------------------------------------------------
+
+
+class NoTextError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class Speechless(ckptman.Tracker):
+    def log(self, step, metrics):
+        raise NoTextError
+
+
+def test_an_error_without_a_text_is_told_of_by_its_name(tmp_path, caplog):
+    with ckptman.Checkpointer(tmp_path, {"step": 0}, signals=None, trackers=[Speechless()]) as checkpointer:
+        checkpointer.step(1, {"loss": 1.0})
+    assert "NoTextError in log(). Training goes on without it" in caplog.text
+
+
+def test_what_waits_is_bounded_by_its_numbers(monkeypatch):
+    monkeypatch.setattr(tracker_threads, "MOST_NUMBERS", 10)
+    thread, got = Behind("a test"), list[int]()
+    thread.put(got.append, 0)  # no step: it is not dropped
+    for step in (1, 2, 3, 4):
+        thread.put(got.append, step, numbers=4)
+    thread.start()
+    settle(thread)
+    assert (got, thread.dropped) == ([0, 3, 4], 2)
+    thread.put(got.append, 5, numbers=10)
+    thread.end()
+    assert thread.wait(60)
+    assert (got, thread.dropped) == ([0, 3, 4, 5], 2)
+
+
+def test_a_thread_that_was_left_makes_no_further_call():
+    thread, begun, leave, got = Behind("a test"), threading.Event(), threading.Event(), list[int]()
+
+    def hang():
+        begun.set()
+        leave.wait(60)
+
+    thread.put(hang)
+    thread.put(got.append, 1)
+    thread.start()
+    assert begun.wait(60)
+    thread.leave()
+    thread.put(got.append, 2)
+    leave.set()
+    assert thread.wait(60)
+    assert got == []
+
+
+def test_a_tracker_is_given_once(tmp_path):
+    tracker = Raising()
+    with pytest.raises(ConfigError, match="trackers has the same Raising twice: each needs its own object"):
+        ckptman.Checkpointer(tmp_path, {"step": 0}, trackers=[tracker, Raising(), tracker])

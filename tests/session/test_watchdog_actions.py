@@ -1,8 +1,6 @@
 """The watchdog among ranks: one that hangs is noticed by all that can still act, and the run goes on from its newest
 checkpoint with the same values."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -12,11 +10,11 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 import ckptman
 from ckptman._torch_compat import group_timeouts
@@ -36,7 +34,7 @@ from ckptman.train.launch import Launch
 from ckptman.train.rendezvous import meet
 from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to
-from tests.helpers.ranks import RankError, run_ranks, say, start_ranks
+from tests.helpers.ranks import run_ranks, say, start_ranks
 
 FLOOR_SECONDS = 3.0
 PATIENCE = Patience(FLOOR_SECONDS)
@@ -58,14 +56,11 @@ def read_from_a_dead_mount():
 HANGS = {"stopped": stop_myself, "mount": read_from_a_dead_mount}
 
 
-def train(root, rank, how, watchdog=FLOOR_SECONDS):
+def train(root, rank, how):
     """Train to the end, saving every second step; that rank hangs at step 6."""
-    import torch.distributed as dist
-
     app, losses = App((2,)), {}
-    with Checkpointer(
-        root, app.state, save_policy=ckptman.EverySteps(2), deadline=None, async_save=False, watchdog=watchdog
-    ) as checkpointer:
+    options = {"save_policy": ckptman.EverySteps(2), "async_save": False, "watchdog": FLOOR_SECONDS}
+    with Checkpointer(root, app.state, deadline=None, **options) as checkpointer:
         for step in range(checkpointer.restore() + 1, UNTIL + 1):
             if step == 6 and dist.get_rank() == rank:
                 say("hangs")
@@ -89,8 +84,7 @@ def outcome_of(root):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The losses of a run that nothing hangs in."""
-    found = run_ranks(2, train, str(tmp_path_factory.mktemp("whole")), None, "")
-    return found
+    return run_ranks(2, train, str(tmp_path_factory.mktemp("whole")), None, "")
 
 
 @pytest.mark.slow
@@ -125,11 +119,7 @@ def test_a_stopped_rank_is_noticed_by_its_peer_and_the_run_goes_on(tmp_path, who
 
 def train_over_a_store_of_rank_0(root, port):
     """As `srun` without `torchrun`: rank 0 keeps the store, and takes it along when it is stopped."""
-    import torch.distributed as dist
-
-    import ckptman.session.watchdog_actions as watch
-
-    watch.PART_SECONDS = 2.0  # the bound of a part of the end: several of them hang here
+    watchdog_actions.PART_SECONDS = 2.0  # the bound of a part of the end: several of them hang here
     rank = dist.get_rank()
     dist.barrier()  # one that leaves before the other is connected breaks its connecting
     dist.destroy_process_group()
@@ -165,15 +155,6 @@ def test_all_ranks_leave_when_one_hangs_in_its_own_code(tmp_path):
     )
 
 
-@pytest.mark.slow
-def test_without_a_watchdog_nothing_is_noticed(tmp_path):
-    with start_ranks(2, train, str(tmp_path), 1, "stopped", None) as world:
-        world.await_message(1, "hangs")
-        with pytest.raises(RankError, match="did not end in time"):
-            world.wait(0, STATED_SECONDS + 1)
-    assert outcome_of(tmp_path).state == "running"
-
-
 class HangingDisk(Disk):
     """A file system that hangs at the first write to a data file."""
 
@@ -184,11 +165,8 @@ class HangingDisk(Disk):
 
 
 def train_over_a_hanging_disk(root):
-    app = App()
-    with (
-        saving_to(HangingDisk()),
-        Checkpointer(root, app.state, save_policy=ckptman.AtStep(2), deadline=None, watchdog=1.0) as checkpointer,
-    ):
+    app, options = App(), {"save_policy": ckptman.AtStep(2), "deadline": None, "watchdog": 1.0}
+    with saving_to(HangingDisk()), Checkpointer(root, app.state, **options) as checkpointer:
         checkpointer.restore()
         for step in range(1, 10**9):
             app.train_step()
@@ -207,36 +185,22 @@ def test_a_save_that_hangs_behind_the_training_is_noticed(tmp_path):
     assert "in write_at" in stacks_path(tmp_path, 1, 0).read_text()
 
 
-def take_long_between_steps(root):
-    """An evaluation that takes longer than a step may, with signs of life, and a block that ends well."""
-    app = App()
-    with Checkpointer(root, app.state, save_policy=ckptman.AtStep(1), deadline=None, watchdog=1.0) as checkpointer:
-        checkpointer.restore()
-        app.train_step()
-        checkpointer.step(1)
-        until = time.monotonic() + 2.5
-        while time.monotonic() < until:
-            time.sleep(0.05)
-            checkpointer.beat()
-        app.train_step()
-        checkpointer.step(2)
-    time.sleep(1.5)  # nobody watches any more
-    return checkpointer.exit_code
+@pytest.mark.parametrize(
+    ("setting", "ranks", "environ", "patience"),
+    [
+        ("auto", 1, {}, None),
+        ("auto", 2, {}, Patience(600.0)),
+        ("auto", 1, {"CKPTMAN_ATTEMPT": "2"}, Patience(600.0)),
+        (None, 8, {"CKPTMAN_ATTEMPT": "2"}, None),
+        (20, 1, {}, Patience(20.0)),
+        (Patience(5, 9), 1, {}, Patience(5, 9)),
+    ],
+)
+def test_what_the_setting_means(setting, ranks, environ, patience):
+    assert patience_of(setting, ranks, environ) == patience
 
 
-@pytest.mark.slow
-def test_an_evaluation_with_signs_of_life_is_left_alone(tmp_path):
-    assert run_ranks(1, take_long_between_steps, str(tmp_path)) == [0]
-    assert not list((tmp_path / ".ckptman").glob("stacks-*"))
-
-
-def test_what_the_setting_means():
-    assert patience_of("auto", 1, {}) is None
-    assert patience_of("auto", 2, {}) == patience_of("auto", 1, {"CKPTMAN_ATTEMPT": "2"}) == Patience(600.0)
-    assert patience_of(None, 8, {"CKPTMAN_ATTEMPT": "2"}) is None
-    assert patience_of(20, 1, {}) == Patience(20.0)
-    assert patience_of(Patience(5, 9), 1, {}) == Patience(5, 9)
-    wrong: Any
+def test_settings_that_cannot_be():
     for wrong in ("on", True, [600]):
         with pytest.raises(ConfigError, match="watchdog is the seconds"):
             patience_of(wrong, 2, {})
@@ -245,8 +209,6 @@ def test_what_the_setting_means():
 
 
 def timeouts_of_groups():
-    import torch.distributed as dist
-
     group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
     found = group_timeouts("gloo"), group_timeouts("nccl")
     dist.destroy_process_group(group)
@@ -293,8 +255,6 @@ def test_groups_that_wait_for_less_end_no_step_earlier(abort_seconds, floor, spe
 
 def train_and_listen(root):
     """What the watchdog of this rank says, whose limit is far away, while rank 1 stands still for a while."""
-    import torch.distributed as dist
-
     app, said = App((2,)), Path(root, f"said-{dist.get_rank()}")
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
     with Checkpointer(root, app.state, deadline=None, watchdog=Patience(600.0, speak_seconds=2.0)) as checkpointer:
@@ -325,12 +285,9 @@ def test_it_says_who_is_silent_and_goes_on(tmp_path):
 @pytest.mark.parametrize("behind", [True, False])
 def test_what_a_rank_is_at(tmp_path, monkeypatch, behind):
     """Up to the copy of a save a collective may be waited for, and after it only files."""
-    beats = []
+    beats, options = [], {"save_policy": ckptman.EverySteps(1), "deadline": None, "async_save": behind}
     monkeypatch.setattr(Watchdog, "beat", lambda self, doing, step: beats.append(doing))
-    state = {"x": torch.zeros(4)}
-    with Checkpointer(
-        tmp_path, state, save_policy=ckptman.EverySteps(1), deadline=None, async_save=behind
-    ) as checkpointer:
+    with Checkpointer(tmp_path, {"x": torch.zeros(4)}, **options) as checkpointer:
         beats.clear()
         checkpointer.restore()
         assert (beats[0], beats[-2], beats[-1]) == ("restore", "restore", "start")
@@ -342,22 +299,23 @@ def test_what_a_rank_is_at(tmp_path, monkeypatch, behind):
         assert beats == ["save", "step"]
 
 
-def roll(world_size, silent, places):
+@pytest.mark.parametrize(
+    ("world_size", "silent", "places", "told"),
+    [
+        (1, None, "", "there is one rank"),
+        (4, None, "", "nobody could be asked: the store where the ranks met"),
+        (4, [2], "aa a", "not heard of: rank 2"),
+        (4, [0, 2], " a b", "not heard of: ranks 0, 2"),
+        (99, list(range(9)), "", "not heard of: ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."),
+        (2, [], "aa", "all ranks answer, and are stuck after the same step"),
+        (4, [], "abaa", "all ranks answer, at different places: rank 0 and others a; rank 1 b"),
+    ],
+)
+def test_what_is_told_about_the_others(world_size, silent, places, told):
     found = HangReport(0, world_size, 1)
-    found.silent, found.places = silent, places
-    return found.text()
-
-
-def test_what_is_told_about_the_others():
-    assert roll(1, None, {}) == "there is one rank"
-    assert roll(4, None, {}).startswith("nobody could be asked: the store where the ranks met")
-    assert roll(4, [2], {0: "a", 1: "a", 3: "a"}) == "not heard of: rank 2"
-    assert roll(4, [0, 2], {1: "a", 3: "b"}) == "not heard of: ranks 0, 2"
-    assert roll(99, list(range(9)), {}) == "not heard of: ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."
-    assert roll(2, [], {0: "a", 1: "a"}).startswith("all ranks answer, and are stuck after the same step")
-    assert roll(4, [], {0: "there", 1: "here", 2: "there", 3: "there"}) == (
-        "all ranks answer, at different places: rank 0 and others there; rank 1 here"
-    )
+    found.silent = silent
+    found.places = {rank: place for rank, place in enumerate(places) if place != " "}
+    assert found.text().startswith(told)
 
 
 @pytest.mark.parametrize(
@@ -417,13 +375,9 @@ def test_what_breaks_because_a_watchdog_ended_a_rank_does_not_hide_why(tmp_path,
         own.write_outcome("failed", 7, "Stalled: no sign of life; not heard of: rank 3", EXIT_STALLED)
         raise RuntimeError("connection reset")
     assert "failed" not in [each["event"] for each in read_journal(journal_path(tmp_path))[0]]
-    found = read_outcome(outcome_path(tmp_path))
-    assert found is not None
+    found = outcome_of(tmp_path)
     assert (found.reason, found.exit_code) == ("Stalled: no sign of life; not heard of: rank 3", EXIT_STALLED)
-    if not leads:
-        return
-    with pytest.raises(RuntimeError, match="again"), Checkpointer(tmp_path, {"a": 1}):
-        raise RuntimeError("again")
-    found = read_outcome(outcome_path(tmp_path))
-    assert found is not None
-    assert found.reason == "RuntimeError: again"
+    if leads:
+        with pytest.raises(RuntimeError, match="again"), Checkpointer(tmp_path, {"a": 1}):
+            raise RuntimeError("again")
+        assert outcome_of(tmp_path).reason == "RuntimeError: again"

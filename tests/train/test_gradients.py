@@ -1,17 +1,12 @@
 """The optimizer step on real ranks: uneven shares give exactly the gradient of the global mean, on any mesh."""
 
 import dataclasses
-import multiprocessing
 import os
 import socket
-import subprocess
-import sys
-import warnings
-from multiprocessing.connection import wait
-from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +17,7 @@ from ckptman.train.launch import Launch
 from ckptman.train.loop import accumulate_gradients, build_optimizer, build_scheduler, update
 from ckptman.train.model import Decoder, init_weights, token_loss_sum
 from ckptman.train.parallel import build_model, process_group
+from tests.helpers.ranks import run_ranks
 
 MODEL = ModelConfig(dim=18, layers=2, heads=3, kv_heads=1, ffn_dim=22)  # sizes that three ranks cannot share evenly
 VOCAB = 31
@@ -60,7 +56,7 @@ def check_step(world, parallel, samples, micro):
     count = -(-largest_share(samples, world.size) // micro)
     micro_batches = [mine[index * micro : (index + 1) * micro] for index in range(count)]
     loss_sum = accumulate_gradients(model, micro_batches, samples * SEQUENCE, world)
-    torch.distributed.all_reduce(loss_sum)
+    dist.all_reduce(loss_sum)
     expected, expected_loss = plain_gradients(samples)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -83,7 +79,7 @@ def test_a_process_without_a_launcher_is_a_world_of_one():
     with process_group(parallel, Launch(), CPU, 60, ErrorReport(Launch())) as world:
         assert (world.rank, world.size, world.mesh.mesh_dim_names) == (0, 1, ("replicate", "shard"))
         check_step(world, parallel, samples=5, micro=2)
-    assert not torch.distributed.is_initialized()
+    assert not dist.is_initialized()
 
 
 def test_bf16_computes_in_bf16_and_keeps_master_weights_and_gradients_in_fp32():
@@ -99,24 +95,11 @@ def test_bf16_computes_in_bf16_and_keeps_master_weights_and_gradients_in_fp32():
             assert parameter.grad.dtype == torch.float32
 
 
-@pytest.mark.slow
-def test_uneven_shares_on_three_ranks_give_the_gradient_of_the_global_mean():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    done = subprocess.run(
-        [sys.executable, __file__, "3", str(port)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def as_rank(rank, world_size):
-    torch.set_num_threads(1)
+def as_rank(port):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # one that leaves before the other is connected breaks its connecting
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     parallel = ParallelConfig(device="cpu", compute_dtype="float32")
     launch = Launch(rank, world_size, rank, world_size, alone=False)
     with process_group(parallel, launch, CPU, 60, ErrorReport(launch)) as world:
@@ -128,27 +111,9 @@ def as_rank(rank, world_size):
             check_step(here, parallel, samples=2, micro=4)  # the first rank has no sample at all
 
 
-def main():
-    """The program of the three-rank test: torch is imported once, then the ranks are forked."""
-    warnings.simplefilter("error")
-    world_size = int(sys.argv[1])
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=as_rank, args=(rank, world_size)) for rank in range(world_size)]
-    for process in ranks:
-        process.start()
-    running = {process.sentinel: process for process in ranks}
-    while running:
-        for sentinel in wait(list(running)):
-            assert isinstance(sentinel, int)
-            process = running.pop(sentinel)
-            process.join()
-            if process.exitcode:
-                for other in running.values():
-                    other.kill()  # they would wait for the one that failed
-                return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.slow
+def test_uneven_shares_on_three_ranks_give_the_gradient_of_the_global_mean():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run_ranks(3, as_rank, port, fresh=True)

@@ -40,27 +40,19 @@ def test_all_come(environ):
     assert come([rank(number, 4) for number in range(4)], environ, 60) == [None] * 4
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_missing_is_named_on_all_others(environ):
-    errors = come([rank(0, 4), rank(2, 4)], environ, 2)
-    for error in errors:
-        assert isinstance(error, RankLostError)
-        assert f"2 of 4 ranks came within 2 s, on {socket.gethostname()}; missing: 1, 3." in str(error)
-
-
-def test_ranks_that_see_different_worlds(environ):
-    errors = come([rank(0, 2), rank(1, 3)], environ, 60)
-    for error in errors:
-        assert isinstance(error, ConfigError)
-        assert "the ranks see different worlds: rank " in str(error)
-        assert "one srun" in str(error)
-
-
-def test_two_processes_with_one_rank(environ):
-    errors = come([rank(0, 3), rank(1, 3), rank(1, 3)], environ, 60)
-    for error in errors:
-        assert isinstance(error, ConfigError)
-        assert "two processes are rank 1" in str(error)
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "kind", "told"),
+    [
+        ([(0, 4), (2, 4)], 2, RankLostError, "2 of 4 ranks came within 2 s, on {host}; missing: 1, 3."),
+        ([(1, 2)], 2, RankLostError, "rank 1 on {host} reached nobody at 127.0.0.1:{port}"),
+        ([(0, 2), (1, 3)], 60, ConfigError, "the ranks see different worlds: rank "),
+        ([(0, 3), (1, 3), (1, 3)], 60, ConfigError, "two processes are rank 1"),
+    ],
+)
+def test_all_that_come_are_told_who_is_missing_or_too_many(environ, ranks, seconds, kind, told):
+    for error in come([rank(*each) for each in ranks], environ, seconds):
+        assert isinstance(error, kind)
+        assert told.format(host=socket.gethostname(), port=environ["MASTER_PORT"]) in str(error)
 
 
 def test_a_port_in_use(environ):
@@ -71,13 +63,6 @@ def test_a_port_in_use(environ):
         (error,) = come([rank(0, 2)], environ, 5)
     assert isinstance(error, ConfigError)
     assert f"MASTER_PORT {environ['MASTER_PORT']} is in use on " in str(error)
-
-
-@pytest.mark.slow
-def test_nobody_is_there(environ):
-    (error,) = come([rank(1, 2)], environ, 2)
-    assert isinstance(error, RankLostError)
-    assert f"rank 1 on {socket.gethostname()} reached nobody at 127.0.0.1:{environ['MASTER_PORT']}" in str(error)
 
 
 @pytest.mark.parametrize("port", ["", "http", "70000", "0", "-1"])

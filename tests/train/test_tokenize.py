@@ -76,24 +76,24 @@ def test_files_are_sorted_unique_and_not_empty(texts):
     assert found == [texts / "b.txt", texts / "c.txt", texts / "inner" / "a.txt"]
 
 
-def test_bad_input(texts, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    with pytest.raises(ConfigError, match="no files that match"):
-        tokenize(out, [texts], glob="*.rst")
-    with pytest.raises(ConfigError, match="1 files, all of them empty"):
-        tokenize(out, [texts / "empty.txt"])
-    with pytest.raises(NotFoundError, match="nowhere"):
-        tokenize(out, [texts / "nowhere"])
-    with pytest.raises(ConfigError, match="at least 257"):
-        tokenize(out, [texts], vocab_size=256)
-    with pytest.raises(ConfigError, match="--workers"):
-        tokenize(out, [texts], workers=0)
-    with pytest.raises(ExistsError, match="not overwritten"):
-        tokenize(texts, [texts])
+@pytest.mark.parametrize(
+    ("source", "more", "kind", "told"),
+    [
+        ("", {"glob": "*.rst"}, ConfigError, "no files that match"),
+        ("empty.txt", {}, ConfigError, "1 files, all of them empty"),
+        ("nowhere", {}, NotFoundError, "nowhere"),
+        ("", {"vocab_size": 256}, ConfigError, "at least 257"),
+        ("", {"workers": 0}, ConfigError, "--workers"),
+        ("", {"out": "texts"}, ExistsError, "not overwritten"),
+        ("", {"glob": "*.txt"}, ConfigError, r"pip install 'ckptman\[train\]'"),
+    ],
+)
+def test_bad_input(texts, tmp_path, monkeypatch, source, more, kind, told):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'ckptman\[train\]'"):
-        tokenize(out, [texts], glob="*.txt")
-    assert not out.exists()
+    more = {"out": "out", **more}
+    with pytest.raises(kind, match=told):
+        tokenize(tmp_path / more.pop("out"), [texts / source], **more)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_failure_leaves_nothing(texts, tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
-"""A disk that is full in the middle of a save: the run says so, prunes by its policy where it may, and goes on."""
+"""What retention deletes: behind the run and out of the way of its saves, or for the room that a save needs."""
 
 import errno
 import os
 import subprocess
+import threading
 import warnings
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from ckptman.format.paths import journal_path, run_folder, step_folder
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.failure_cause import FULL
 from ckptman.runtime.journal import read_journal
+from ckptman.saving import retention_runner
 from ckptman.saving.retention_runner import Remover
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
+from tests.io.test_throttled_delete import tree
 
 TENSOR_BYTES = 1024 * 1024
 CHECKPOINT_BYTES = 1.1 * TENSOR_BYTES
@@ -49,22 +52,15 @@ class SmallDisk(Disk):
             raise OSError(self._code, os.strerror(self._code))
 
 
-def train(root, steps, disk, *, async_save=False, keep=3, on_full="prune"):
+def train(root, steps, disk, *, keep=3, on_full="prune", **options):
     """Save each step. Returns what it warned of."""
     state = {"x": {"w": torch.zeros(TENSOR_BYTES // 4)}}
+    options = {"async_save": False, "save_policy": ckptman.EverySteps(1), "deadline": None, **options}
+    options |= {"retention": ckptman.KeepLast(keep), "on_full": on_full, "timeout_seconds": 60}
     with (
         warnings.catch_warnings(record=True) as caught,
         saving_to(disk),
-        ckptman.Checkpointer(
-            root,
-            state,
-            save_policy=ckptman.EverySteps(1),
-            retention=ckptman.KeepLast(keep),
-            on_full=on_full,
-            async_save=async_save,
-            deadline=None,
-            timeout_seconds=60,
-        ) as checkpointer,
+        ckptman.Checkpointer(root, state, **options) as checkpointer,
     ):
         warnings.simplefilter("always")
         for step in range(checkpointer.restore() + 1, steps + 1):
@@ -150,26 +146,23 @@ def test_what_is_pinned_is_not_pruned_for_room(tmp_path):
 
 
 def test_what_a_run_went_on_from_stays_while_it_runs(tmp_path):
-    train(tmp_path, 3, DISK, keep=1)
-    state = {"x": {"w": torch.zeros(8)}}
-    with ckptman.Checkpointer(tmp_path / "other", state, retention=ckptman.KeepLast(1), deadline=None) as checkpointer:
-        for step in range(checkpointer.restore() + 1, 4):
-            checkpointer.save(step)
-            checkpointer.wait()
-    root = tmp_path / "other"
-    with ckptman.Checkpointer(root, state, retention=ckptman.KeepLast(1), deadline=None) as checkpointer:
+    state, options = {"x": {"w": torch.zeros(8)}}, {"retention": ckptman.KeepLast(1), "deadline": None}
+    with ckptman.Checkpointer(tmp_path, state, **options) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(3)
+    with ckptman.Checkpointer(tmp_path, state, **options) as checkpointer:
         for step in range(checkpointer.restore() + 1, 7):
             checkpointer.save(step)
             checkpointer.wait()
-            assert steps_in(root) == [3, step]
-            assert main(["prune", str(root)]) == 0
-            assert steps_in(root) == [3, step]
-    assert steps_in(root) == [6], "and no longer, by the rules"
-    commit(root, 7)
-    with ckptman.Checkpointer(root, state, retention=ckptman.KeepLast(1), deadline=None) as checkpointer:
+            assert steps_in(tmp_path) == [3, step]
+            assert main(["prune", str(tmp_path)]) == 0
+            assert steps_in(tmp_path) == [3, step]
+    assert steps_in(tmp_path) == [6], "and no longer, by the rules"
+    commit(tmp_path, 7)
+    with ckptman.Checkpointer(tmp_path, state, **options) as checkpointer:
         checkpointer.restore(step=6)
-    assert steps_in(root) == [6, 7], "who saves nothing deletes nothing"
-    assert read_policy(root) == ckptman.KeepLast(1)
+    assert steps_in(tmp_path) == [6, 7], "who saves nothing deletes nothing"
+    assert read_policy(tmp_path) == ckptman.KeepLast(1)
 
 
 @pytest.mark.slow
@@ -240,3 +233,64 @@ def test_a_file_system_that_is_full(small_mount, async_save):
     state = {"x": {"w": torch.empty(TENSOR_BYTES // 4)}}
     ckptman.load(state, root / step_folder(8))
     assert torch.all(state["x"]["w"] == 8)
+
+
+# ---- the thread that removes -----------------------------------------------------------------------------------------
+
+
+def test_what_is_to_go_is_removed_behind_the_run(tmp_path):
+    remover = Remover(DISK, lambda path, error: None)
+    for number in range(5):
+        remover.add(tree(tmp_path / str(number)))
+    remover.close(60)
+    assert list(tmp_path.iterdir()) == []
+    assert remover.pending == []
+    remover.close(1)
+    remover.close(1)
+
+
+def test_while_the_run_saves_it_waits_between_two_files_unless_somebody_needs_the_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(retention_runner, "_GENTLY_SECONDS", 600.0)
+    remover = Remover(DISK, lambda path, error: None)
+    remover.slow_down(True)
+    remover.add(tree(tmp_path / "folder"))
+    assert not remover.drain(0) or not (tmp_path / "folder").exists()
+    assert remover.drain(60)
+    remover.slow_down(False)
+    remover.add(tree(tmp_path / "other"))
+    remover.close(60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_at_the_end_what_takes_too_long_is_left(tmp_path):
+    stuck, seen = threading.Event(), threading.Event()
+
+    class Slow(Disk):
+        def remove_file(self, path):
+            seen.set()
+            stuck.wait()
+            super().remove_file(path)
+
+    remover = Remover(Slow(), lambda path, error: None)
+    remover.add(tree(tmp_path / "folder"))
+    assert seen.wait(60)
+    threading.Timer(0.2, stuck.set).start()
+    remover.close(0.05)
+    assert (tmp_path / "folder").exists()
+
+
+def test_what_cannot_be_removed_is_told_and_the_rest_goes_on(tmp_path):
+    class Refusing(Disk):
+        def remove_tree(self, path):
+            if path.name == "bad":
+                raise PermissionError(13, "Permission denied")
+            super().remove_tree(path)
+
+    told = []
+    remover = Remover(Refusing(), lambda path, error: told.append(path))
+    for name in ("bad", "good"):
+        remover.add(tree(tmp_path / name))
+    assert remover.drain(60)
+    assert told == [tmp_path / "bad"]
+    assert not (tmp_path / "good").exists()
+    remover.close(1)
