@@ -121,20 +121,6 @@ def test_a_read_only_folder_is_1(tmp_path, capsys, monkeypatch):
     assert "writable (Read-only file system): read-only: nothing can be saved" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("make", "code", "told"),
-    [
-        (lambda path: None, 3, "there is no folder"),
-        (lambda path: path.touch(), 10, "is a file, not a folder: name a folder"),
-        (lambda path: path.symlink_to("nowhere"), 3, "there is no folder"),
-    ],
-)
-def test_what_is_no_folder(make, code, told, tmp_path, capsys):
-    make(tmp_path / "x")
-    assert main(["doctor", str(tmp_path / "x")]) == code
-    assert told in capsys.readouterr().err
-
-
 def test_a_link_to_a_folder_and_a_name_with_escapes(tmp_path, capsys):
     folder = tmp_path / "e\x1b[2J"
     folder.mkdir()
@@ -144,38 +130,6 @@ def test_a_link_to_a_folder_and_a_name_with_escapes(tmp_path, capsys):
     told = capsys.readouterr()
     assert "\x1b" not in told.out + told.err
     assert "\\x1b[2J" in told.out
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--size", "0"], "--size: a size above 0"),
-        (["--size", "-1"], "--size: a size such as 70GB"),
-        (["--size", "4KiB"], "--size: at least 1MiB"),
-        (["--size", "lots"], "--size: a size such as 70GB"),
-        (["--against", "0GB"], "--against: a size above 0"),
-        (["--against", "70"], "--against: 70 has no unit: say 70GB, if that is what is meant"),
-        (["--against", " 1.5 "], "--against: 1.5 has no unit: say 1.5GB"),
-        (
-            ["--against", "nowhere"],
-            "--against: 'nowhere' is not a size such as 70GB or 1.5TiB, and there is no such path",
-        ),
-        (["--against", ""], "--against: '' is not a size"),
-        (["--timeout", "0"], "--timeout must be a finite number above 0"),
-        (["--timeout", "nan"], "--timeout must be a finite number above 0"),
-        (["--timeout", "-3"], "--timeout must be a finite number above 0"),
-        (["--timeout", "1e10"], "--timeout: a day at most (86400 s), not 1e+10"),
-    ],
-)
-def test_wrong_options_are_2(options, told, tmp_path, capsys):
-    assert main(["doctor", str(tmp_path), *options]) == 2
-    assert told in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_size_without_a_folder_is_2(capsys):
-    assert main(["doctor", "--size", "1GiB"]) == 2
-    assert "name one, as in ckptman doctor DIR --size 1GiB" in capsys.readouterr().err
 
 
 def test_against_a_checkpoint_a_root_and_one_of_plain_dcp(tmp_path, capsys):

@@ -22,9 +22,7 @@ from tests.helpers.node_memory import nodes_with
 from tests.monitoring.invented_run import invented
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text(encoding="utf-8"))
-LOADER = (
-    "from torch.utils.data import DataLoader\n\ndef make_loader(num_workers):\n    return DataLoader(range(64), 4)"
-)
+LOADER = "from torch.utils.data import DataLoader\n\ndef make_loader(num_workers):\n    return DataLoader(range(64), 4)"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Which checkpoint of a root a verb takes where none is named."""
+"""Which checkpoint of a root a verb takes where none is named; `ckptman path` for scripts."""
 
 import math
 
@@ -11,7 +11,6 @@ from ckptman.cli.select import choose_objects
 from ckptman.format.manifest import Nonfinite
 from tests.helpers.checkpoints import commit, steps_of
 
-Told = pytest.CaptureFixture[str]
 NOTE = (
     "step 40 is not finite (tensor model.weight), so this is step 20, as for a restore: name the newest by its step, "
     "or its folder, to have that\n"
@@ -72,3 +71,21 @@ def test_where_none_is_finite_it_is_the_newest(tmp_path, capsys):
         commit(tmp_path, step, nonfinite=Nonfinite(tensors=("model.weight",)))
     assert main(["pin", str(tmp_path), "--why", "x"]) == 0
     assert capsys.readouterr() == ("Pinned step 20: x\n", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ([], 30),
+        (["--latest"], 30),
+        (["--best", "loss"], 20),
+        (["--best", "loss", "--max"], 10),
+        (["--step", "10"], 10),
+    ],
+)
+def test_one_path_is_printed_and_nothing_else(options, step, tmp_path, capsys):
+    for number, loss in ((10, 0.5), (20, 0.25), (30, math.nan)):
+        commit(tmp_path, number, metrics={"loss": loss})
+    (tmp_path / "step-0000000040").mkdir()
+    assert main(["path", str(tmp_path), *options]) == 0
+    assert capsys.readouterr() == (f"{tmp_path}/step-{step:010d}\n", "")
