@@ -491,27 +491,6 @@ def test_two_steps_of_a_root(tmp_path, diff):
         assert f"A: step {steps[0]}, " in diff.told
 
 
-def test_wrong_usage(tmp_path, diff):
-    root = tmp_path / "run"
-    one = save(root / step_folder(10), {"w": torch.ones(1)})
-    foreign = save(tmp_path / "dcp", {"w": torch.ones(1)}, "dcp")
-    for arguments, code, text in (
-        ([root], 3, "holds 1 complete checkpoint"),
-        ([one], 2, "name the one it is to be compared with"),
-        ([foreign], 2, "name the one it is to be compared with"),
-        ([root, "--steps", "10,20"], 3, "20"),
-        ([root, "--steps", "10"], 2, "--steps"),
-        ([root, "--steps", "1,2,3"], 2, "--steps"),
-        ([root, one, "--steps", "10,10"], 2, "--steps"),
-        ([one, "--steps", "10,10"], 2, "--step"),
-        ([one, tmp_path / "nowhere"], 3, "nowhere"),
-        ([one, one, "--only", "nothing*"], 2, "matches nothing"),
-        ([one, one, "--top", "0"], 2, "--top"),
-    ):
-        assert diff(*arguments) == code, arguments
-        assert text in diff.error
-
-
 def test_what_cannot_be_read_is_10_and_every_place_knows_every_code(tmp_path, diff, capsys):
     good, file = save(tmp_path / "a", {"x": torch.ones(3)}), tmp_path / "file"
     file.touch()

@@ -243,17 +243,6 @@ def test_a_signal_leaves_nothing_behind(number, code, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_it_loads_no_torch_and_no_numpy(tmp_path):
-    code = (
-        "import sys\nfrom ckptman.cli.app import main\n"
-        "codes = [main(['doctor', sys.argv[1], '--size', '1MiB'])]\n"
-        "print(codes, sorted({'torch', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr)"
-    )
-    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert ran.stderr == "[0] []\n"
-
-
 def test_with_few_open_files_what_is_left_behind_is_an_error(tmp_path):
     command = ["sh", "-c", 'ulimit -n 8; exec "$0" -m ckptman doctor "$1" --size 1MiB', sys.executable, str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)

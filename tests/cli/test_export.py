@@ -20,9 +20,6 @@ from ckptman.dcp.adopt import adopt
 from tests.helpers.checkpoints import flip_byte
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process")
-State = dict[str, Any]
-
-
 @pytest.fixture
 def root(tmp_path):
     """A run with two checkpoints."""
@@ -48,25 +45,6 @@ def test_of_a_root_it_is_the_newest_or_the_step(root, tmp_path, capsys):
     assert (found["checkpoint"], found["path"]) == (f"{root}/step-0000000001", f"{tmp_path}/first")
     assert (found["format"], found["tensors"], found["bytes"]) == ("safetensors", 2, 2480)
     assert (weight_in(tmp_path / "newest"), weight_in(tmp_path / "first")) == (2.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "told"),
-    [
-        (["--step", "9"], 3, "no checkpoint of step 9"),
-        (["--max-shard-size", "5"], 2, "has no unit"),
-        (["--max-shard-size", "many"], 2, "a size such as"),
-        (["--rename", "weight"], 2, "two names with = between them"),
-        (["--tied", "=weight"], 2, "two names with = between them"),
-        (["--format", "gguf"], 2, "one of safetensors, torch, dcp"),
-        (["--dtype", "float7"], 2, "cast to one of"),
-        (["--only", "epoch"], 2, "there is no tensor"),
-    ],
-)
-def test_wrong_usage_is_told_and_leaves_nothing(options, code, told, root, tmp_path, capsys):
-    assert main(["export", str(root), str(tmp_path / "out"), *options]) == code
-    assert told in capsys.readouterr().err
-    assert not list(tmp_path.glob("out*"))
 
 
 def test_damage_is_4_and_names_the_tensor(root, tmp_path, capsys):

@@ -313,64 +313,6 @@ def test_what_is_beyond_all_measure_is_still_planned(arguments, capsys):
     assert ("a restart takes longer than it is from one failure to the next" in told) == ("9999d" not in arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ([], "name one of --params"),
-        (["--params", "7B", "--model", "a:b"], "--params and --model are given"),
-        (["--params", "0"], "a number of at least 1 such as 9e9, 7B or 350M, not '0'"),
-        (["--params", "-7B"], "not '-7B'"),
-        (["--params", "many"], "not 'many'"),
-        (["--params", "nan"], "not 'nan'"),
-        (["--params", "1e99"], "not '1e99'"),
-        (["--params", "7B", "--nodes", "0"], "--nodes must be a whole number of at least 1"),
-        (["--params", "7B", "--gpus", "-8"], "--gpus must be"),
-        (["--params", "7B", "--nodes", "99999999"], "at most 200,000"),
-        (["--params", "7B", "--shard", "5"], "4 would do"),
-        (["--params", "7B", "--dtype", "int3"], "one of float64, float32"),
-        (["--params", "7B", "--moments", "-1"], "0 or more"),
-        (["--params", "7B", "--set", "a.b=1"], "--config FILE"),
-        (["--params", "7B", "--tier", "scratch"], "NAME=RATE or NAME=DIR"),
-        (["--params", "7B", "--tier", "scratch=2"], "with its unit"),
-        (["--params", "7B", "--tier", "scratch=2GB/h"], "such as 5GB/s"),
-        (["--params", "7B", "--tier", "scratch=0GB/s"], "a rate above 0"),
-        (["--params", "7B", "--tier", "scratch=-2GB/s"], "a rate above 0"),
-        (["--params", "7B", "--tier", "a=1GB/s", "--tier", "a=2GB/s"], "given twice"),
-        (["--params", "7B", "--mtbf", "0"], "a time above 0"),
-        (["--params", "7B", "--mtbf", "-3h"], "a time above 0"),
-        (["--params", "7B", "--init", "soon"], "such as 90s, 20min, 1h30min or 4d, not 'soon'"),
-        (["--params", "7B", "--length", "3x"], "not '3x'"),
-        (["--params", "7B", "--staging", "fast"], "--staging"),
-        (["--params", "7B", "--factor", "0"], "--factor must be a finite number above 0"),
-        (["--params", "7B", "--factor", "nan"], "--factor must be a finite number above 0"),
-        (["--params", "7B", "--keep-last", "0"], "0 never means all"),
-        (["--params", "7B", "--keep-every", "10"], "goes by steps: say what a step takes, as in --step 2s"),
-        (["--params", "7B", "--gpu-memory", "80"], "80GB"),
-        (["--params", "7B", "--layers", "0"], "--layers must be"),
-        *(
-            (["--params", "7B", option, f"1{320 * '0'}"], f"{option}: at most ")
-            for option in (
-                "--dim",
-                "--vocab",
-                "--sequence",
-                "--layers",
-                "--micro-batch",
-                "--nodes",
-                "--shard",
-            )
-        ),
-        (["--params", "7B", "--moments", "101"], "(AdamW has 2), at most 100, not 101"),
-        (["--params", "7B", "--factor", "1e308", "--init", "1e12"], "--factor: at most 1,000,000"),
-        (["--model", "nonsense"], "package.module:function"),
-        (["--model", "json:loads", "--dtype", "float32"], "goes with --params"),
-    ],
-)
-def test_what_cannot_be_is_one_clear_error(arguments, told, capsys):
-    message = refused(["plan", *arguments], capsys)
-    assert told in message
-    assert len(message.splitlines()) == 1
-
-
 # ---- checkpoints in memory -------------------------------------------------------------------------------------------
 
 LARGE = ["plan", "--params", "70e9", "--nodes", "64", "--tier", "a=10GB/s", "--mtbf", "8h", "--queue", "30min"]
@@ -435,41 +377,3 @@ def test_what_is_said_of_memory(capsys):
     assert "restart = 52.8 min: flush 84 s + queue 30 min + init 20 min + load 84 s" in explained
     assert "rate assumed, TCP over" in explained
     assert "8.4 % came from switches and cables" in explained
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--copies", "0"], "--copies must be a whole number of at least 1, not 0"),
-        (["--memory-interval", "20steps"], "say what a step takes, as in --step 2s"),
-        (["--memory-interval", "0steps", "--step", "2s"], "EverySteps: steps must be"),
-        (["--memory-interval", "soon"], "--memory-interval: a time above 0"),
-        (["--survived", "90"], "--survived: a share from 0 to 1, such as 0.9, not 90"),
-        (["--survived", "nan"], "--survived: a share from 0 to 1"),
-        (["--host-memory", "512"], "512GB"),
-        (["--exchange", "fast"], "--exchange"),
-        (["--queue", "-1h"], "--queue: a time above 0"),
-        (["--restart-in-place", "0"], "--restart-in-place: a time above 0"),
-        (["--memory", "--blocking"], "--blocking leaves no private copy"),
-    ],
-)
-def test_memory_that_cannot_be(arguments, told, capsys):
-    assert told in refused([*SEVEN, *arguments], capsys)
-
-
-def test_planning_and_playing_need_neither_torch_nor_rich(tmp_path):
-    (tmp_path / "run.toml").write_text(CONFIG)
-    code = """
-import sys
-from ckptman.cli.app import main
-runs = (
-    ["plan", "--params", "7B", "--memory", "--json"],
-    ["simulate", "--mtbf", "5h", "--runs", "2", "--memory", "--json"],
-    ["plan", "--config", sys.argv[1], "--json"],
-)
-for run in runs:
-    print(main(run), sorted({"torch", "numpy", "rich", "pandas"} & set(sys.modules)), file=sys.stderr)
-"""
-    command = [sys.executable, "-c", code, str(tmp_path / "run.toml")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert re.fullmatch(r"0 \[\]\n0 \[\]\n0 \[('numpy')?\]\n", ran.stderr), ran.stderr

@@ -279,44 +279,6 @@ def test_a_trace_is_played_with_memory(tmp_path, capsys):
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ([], "one of --mtbf 8h, --gpus 1024, --trace FILE"),
-        (["--mtbf", "8h", "--gpus", "3"], "one of --mtbf"),
-        (["--mtbf", "0"], "a time above 0"),
-        (["--gpus", "0"], "simulate: --gpus must be a whole number of at least 1"),
-        (["--gpus", f"1{320 * '0'}"], "gpus: at most 200,000"),
-        (["--gpus", "8", "--rate", "moon"], "there are llama3, rsc1"),
-        (["--mtbf", "8h", "--stall", "-1s"], "a time above 0"),
-        (["--mtbf", "8h", "--stall", "60s", "--save", "5s"], "not durable before it lets go"),
-        (["--mtbf", "8h", "--runs", "0"], "--runs must be a whole number of at least 1"),
-        (["--mtbf", "8h", "--runs", f"1{320 * '0'}"], "give fewer --runs"),
-        (["--mtbf", "1s"], "can be played in a while"),
-        (["--mtbf", "9999999d", "--runs", "999999999"], "give fewer --runs"),
-        (["--mtbf", "8h", "--interval", "0"], "a time above 0"),
-        (["--mtbf", "8h", "--length", "x"], "a time above 0"),
-        (["--mtbf", "8h", "--survived", "1.5"], "--survived: a share from 0 to 1"),
-        (["--mtbf", "8h", "--memory-interval", "0"], "--memory-interval: a time above 0"),
-        (["--mtbf", "8h", "--restart-in-place", "no"], "--restart-in-place: a time above 0"),
-        (["--trace", "none.txt"], "there is no trace none.txt"),
-    ],
-)
-def test_what_cannot_be_is_one_clear_error(arguments, told, capsys):
-    assert main(["simulate", *arguments]) in (2, 3)
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert told in output.err
-    assert len(output.err.splitlines()) == 1
-
-
-def test_options_that_a_trace_excludes(tmp_path, capsys):
-    (tmp_path / "t").write_text("3h\n")
-    for option, value, told in (("--runs", "2", "is one run"), ("--length", "4h", "the trace ends after 3 h")):
-        assert main(["simulate", "--trace", str(tmp_path / "t"), option, value]) == 2
-        assert told in capsys.readouterr().err
-
-
 def test_a_machine_that_fails_faster_than_it_starts(capsys):
     made = played(["--mtbf", "1min", "--restart", "2h", "--length", "1d", "--runs", "2"], capsys)
     assert by_name(made)["derived"]["goodput"] < 0.01

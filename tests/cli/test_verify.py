@@ -129,45 +129,6 @@ def test_all_of_a_root_are_looked_at_whatever_the_first_ones_are(tmp_path, capsy
     assert "2 of 3 checkpoints damaged or incomplete: step 100, step 200" in told.err
 
 
-def test_json_has_everything(tmp_path, capsys):
-    entry = commit(tmp_path, 100, rows=8192)
-    assert main(["verify", str(tmp_path), "--json"]) == 0
-    (good,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["checkpoints"]
-    assert good.pop("seconds") > 0
-    assert good == {
-        "step": 100,
-        "path": str(entry.path),
-        "good": True,
-        "digests": True,
-        "levels": ["digests", "coverage"],
-        "files": 7,
-        "bytes": entry.require_manifest().total_bytes,
-        "checked_bytes": entry.require_manifest().total_bytes,
-        "tensors": 1,
-        "problems": [],
-        "damage": [],
-        "not_checked": [],
-        "mesh": None,
-        "world_sizes": {},
-        "refused": [],
-        "plans": [],
-        "remarks": [],
-        "nonfinite": None,
-    }
-    flip_byte(entry.path / "__1_0.distcp")
-    assert main(["verify", str(tmp_path), "--json"]) == 4
-    (bad,) = json.loads(capsys.readouterr().out)["checkpoints"]
-    (damage,) = bad["damage"]
-    assert (bad["good"], bad["levels"]) == (False, [])
-    assert bad["problems"] == [f"__1_0.distcp {damage['what']}; what lies there: model.weight"]
-    assert (damage["file"], damage["blocks"], damage["bytes"], damage["holds"]) == (
-        "__1_0.distcp",
-        [[0, 0]],
-        65536,
-        ["model.weight"],
-    )
-
-
 def test_a_tensor_with_a_hole_is_damaged_though_every_byte_is_right(tmp_path, capsys):
     entry = commit(tmp_path, 100)
     index = Index.model_validate_json((entry.path / INDEX).read_bytes())
@@ -284,31 +245,6 @@ def test_the_summary_says_what_was_planned_as_a_mesh(tmp_path, loads, capsys):
     assert "  planning  onto 8 (2 x 4), 1,024: what each rank reads" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--plan-only"], "onto how many ranks"),
-        (["--bandwidth", "5GB/s"], "are for --plan-only"),
-        (
-            ["--plan-only", "--world-size", "8", "--bandwidth", "5"],
-            "--bandwidth: a rate above 0 with its unit, such as 5GB/s",
-        ),
-        (
-            ["--plan-only", "--world-size", "8", "--bandwidth", "0GB/s"],
-            "--bandwidth: a rate above 0 with its unit, such as 5GB/s",
-        ),
-        (["--plan-only", "--world-size", "8", "--rank-bandwidth", "x"], "--rank-bandwidth: a rate"),
-        (["--mesh", "2"], "--mesh: replicas x shards, such as 2x4"),
-        (["--mesh", "0x4"], "--mesh: replicas x shards, such as 2x4"),
-        (["--threads", "-1"], "at least 1"),
-    ],
-)
-def test_wrong_usage_says_what_is_wrong(options, said, tmp_path, capsys):
-    commit(tmp_path, 100)
-    assert main(["verify", str(tmp_path), *options]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_what_was_verified_is_listed(tmp_path, loads, capsys):
     for step in (100, 200, 300):
         commit(tmp_path, step)
@@ -404,15 +340,6 @@ def test_a_data_file_that_was_replaced_was_not_verified(tmp_path):
     (tmp_path / "file").rename(other.path / "__0_0.distcp")
     assert note_in(other.path) is None
     assert not Catalog(tmp_path).entry(200).record().verified
-
-
-@pytest.mark.parametrize(
-    "options",
-    [["--world-size", "2000000"], ["--mesh", "2000x2000"], ["--threads", "5000"]],
-)
-def test_numbers_that_no_machine_has_are_refused(options, tmp_path):
-    commit(tmp_path, 100)
-    assert main(["verify", str(tmp_path), *options]) == 2
 
 
 @pytest.mark.slow
