@@ -8,18 +8,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import ckptman.io.file_writer  # noqa: F401 so that no check imports NumPy in a process of its own
 from ckptman.cli import doctor as verb
 from ckptman.cli.app import main
 from ckptman.doctor import examine as checks
-from ckptman.doctor import filesystem_checks, job_environment, renames
+from ckptman.doctor import filesystem_checks, renames
 from ckptman.doctor.finding import Finding
 from ckptman.doctor.job_environment import TorchFacts
 from ckptman.doctor.mount import FAMILIES, LOCAL
-from ckptman.io.durable_files import Disk
 from tests.helpers.checkpoints import commit
+from tests.helpers.forkserver import Python
 
 QUICK = ["--size", "2MiB"]
 
@@ -63,9 +65,7 @@ def test_a_folder_is_examined(tmp_path, capsys):
 def test_json_has_figures_with_units(tmp_path, capsys):
     assert main(["doctor", str(tmp_path), *QUICK, "--against", "1GB", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["directory"] == str(tmp_path)
-    assert told["good"] is True
-    assert told["against_bytes"] == 10**9
+    assert (told["directory"], told["good"], told["against_bytes"]) == (str(tmp_path), True, 10**9)
     found = {each["name"]: each for each in told["findings"]}
     assert found["rename"]["verdict"] in ("ok", "slow")
     assert found["write"]["figures"]["test_bytes"] == 2 * 1024 * 1024
@@ -77,12 +77,9 @@ def test_json_has_figures_with_units(tmp_path, capsys):
     assert set(found["write"]) == {"name", "verdict", "value", "advice", "figures"}
 
 
-@pytest.mark.slow
 def test_what_failed_is_one_line_with_its_consequence(tmp_path, capsys, monkeypatch):
     def check_rename(*args):
-        return Finding(
-            "rename", "FAILED", "a folder or file that was renamed was seen under neither name", renames._BROKEN
-        )
+        return Finding("rename", "FAILED", "a folder that was renamed was seen under neither name", renames._BROKEN)
 
     def check_sync(*args):
         raise OSError(errno.EIO, "Input/output error")
@@ -92,9 +89,9 @@ def test_what_failed_is_one_line_with_its_consequence(tmp_path, capsys, monkeypa
     assert main(["doctor", str(tmp_path), *QUICK]) == 1
     told = capsys.readouterr()
     assert told.err == (
-        f"Error: {tmp_path} is not fit to save to: rename (a folder or file that was renamed was seen "
-        f"under neither name): commits are not safe here: a run could load half a checkpoint, or find none. Save to "
-        f"another file system; fsync (Input/output error): nothing that is saved here is durable\n"
+        f"Error: {tmp_path} is not fit to save to: rename (a folder that was renamed was seen under neither name): "
+        "commits are not safe here: a run could load half a checkpoint, or find none. Save to another file system; "
+        "fsync (Input/output error): nothing that is saved here is durable\n"
     )
     assert "FAILED" in rows(told.out)["rename"][0]
     assert main(["doctor", str(tmp_path), *QUICK, "--json"]) == 1
@@ -102,23 +99,6 @@ def test_what_failed_is_one_line_with_its_consequence(tmp_path, capsys, monkeypa
     assert json.loads(told.out)["good"] is False
     assert told.err.startswith("Error: ")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_check_that_was_not_done_is_not_good(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(renames, "check_rename", lambda *args: os.kill(os.getpid(), signal.SIGKILL))
-    assert main(["doctor", str(tmp_path), *QUICK, "--json"]) == 1
-    told = capsys.readouterr()
-    assert json.loads(told.out)["good"] is False
-    assert "rename (the check was killed by SIGKILL (out of memory?)): it was not found out" in told.err
-
-
-def test_a_read_only_folder_is_1(tmp_path, capsys, monkeypatch):
-    def make_folder(self, path):
-        raise OSError(errno.EROFS, "Read-only file system", str(path))
-
-    monkeypatch.setattr(Disk, "make_folder", make_folder)
-    assert main(["doctor", str(tmp_path)]) == 1
-    assert "writable (Read-only file system): read-only: nothing can be saved" in capsys.readouterr().err
 
 
 def test_a_link_to_a_folder_and_a_name_with_escapes(tmp_path, capsys):
@@ -177,35 +157,24 @@ def test_a_job_that_is_broken_is_1(capsys, monkeypatch):
     )
 
 
-def test_a_torch_that_hangs_is_told(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        (lambda: time.sleep(600), "torch (does not answer within 0.2 s): "),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "torch (cannot be imported: the check was killed by SIGKILL"),
+    ],
+    ids=["hangs", "dies"],
+)
+def test_a_torch_that_hangs_or_dies_is_told(ends, told, monkeypatch, capsys):
     monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "ckptman.state.installed_torch", _Hanging())
-    assert main(["doctor", "--timeout", "0.2"]) == 1
-    told = capsys.readouterr()
-    assert "torch (does not answer within 0.2 s): " in told.err
-    assert "raise --timeout" in told.err
-    assert "imported" not in told.out + told.err
-    assert "torch does not answer" in rows(told.out)["devices"][0]
-    assert job_environment.STAGING_SLOTS == 2
-
-
-def test_a_torch_that_dies_is_told(monkeypatch, capsys):
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "ckptman.state.installed_torch", _Dying())
-    assert main(["doctor"]) == 1
-    assert "torch (cannot be imported: the check was killed by SIGKILL" in capsys.readouterr().err
-
-
-class _Dying:
-    @staticmethod
-    def torch_facts():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class _Hanging:
-    @staticmethod
-    def torch_facts():
-        time.sleep(600)
+    monkeypatch.setitem(sys.modules, "ckptman.state.installed_torch", SimpleNamespace(torch_facts=ends))
+    assert main(["doctor", "--timeout", "0.2" if "0.2" in told else "60"]) == 1
+    printed = capsys.readouterr()
+    assert told in printed.err
+    if "0.2" in told:
+        assert "raise --timeout" in printed.err
+        assert "imported" not in printed.out + printed.err
+        assert "torch does not answer" in rows(printed.out)["devices"][0]
 
 
 def test_the_command_itself_never_looks_at_the_folder(tmp_path, capsys, monkeypatch):
@@ -229,8 +198,8 @@ def test_the_command_itself_never_looks_at_the_folder(tmp_path, capsys, monkeypa
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["INT", "TERM", "HUP"]
 )
 def test_a_signal_leaves_nothing_behind(number, code, tmp_path):
-    command = [sys.executable, "-m", "ckptman", "doctor", str(tmp_path), "--size", "64MiB"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = ["-m", "ckptman", "doctor", tmp_path, "--size", "64MiB"]
+    with Python(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 30
         while not any(tmp_path.glob(".ckptman-doctor-*/*")):
             assert time.monotonic() < deadline
