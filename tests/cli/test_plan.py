@@ -338,23 +338,6 @@ def test_memory_is_planned_where_any_of_its_options_is_given(capsys):
     assert made["after_a_failure"][2]["goodput"] <= made["after_a_failure"][0]["goodput"]
 
 
-def test_a_failure_costs_less_from_memory_and_least_in_place(capsys):
-    made = planned([*LARGE, "--notice", "30s", "--restart-in-place", "2min", "--host-memory", "1TB"], capsys)
-    disk, memory, in_place = made["after_a_failure"]
-    assert disk["restart_seconds"] == 30 + 1800 + 1200 + 84
-    assert memory["restart_seconds"] == disk["restart_seconds"] + 84
-    assert in_place["restart_seconds"] == 120
-    assert memory["lost_per_failure_seconds"] == in_place["lost_per_failure_seconds"] < 15
-    assert in_place["cost_per_failure_seconds"] < disk["cost_per_failure_seconds"] / 20
-    assert in_place["goodput"] > disk["goodput"] > memory["goodput"]
-    taken = made["memory_tier"]
-    assert taken["of_a_node_bytes"] == 5 * 8 * math.ceil(840e9 / 512)
-    assert taken["host_bytes"] == 1e12
-    assert taken["stalled"] == pytest.approx(0.01)
-    steps = planned([*LARGE, "--memory-interval", "20 steps", "--step", "3s", "--copies", "3"], capsys)["memory_tier"]
-    assert (steps["interval_seconds"], steps["copies"]) == (60, 3)
-
-
 def test_what_is_said_of_memory(capsys):
     def told(*options):
         assert main([*LARGE, *options]) == 0

@@ -77,12 +77,6 @@ def test_the_table_and_the_chart(tmp_path, capsys):
     assert (tmp_path / "thesis.txt").read_text() == "three years of work"
 
 
-def test_gpus_by_a_published_rate(capsys):
-    made = played(["--gpus", "16384"], capsys)
-    assert made["mtbf_seconds"] == pytest.approx(54 * 86400 / 419)
-    assert 0.8 < by_name(made)["derived"]["goodput"] < 0.95
-
-
 # ---- traces ----------------------------------------------------------------------------------------------------------
 
 
@@ -219,17 +213,6 @@ def test_the_journal_of_a_real_run_is_a_trace(tmp_path):
     assert read(tmp_path / "journal.jsonl") == Trace((30.0,), 90.0)
 
 
-def test_random_traces_are_played_whole(tmp_path, capsys):
-    print("seed 5")
-    generator = random.Random(5)
-    times = sorted(generator.uniform(0, 30 * 86400) for _ in range(200))
-    trace = tmp_path / "t"
-    trace.write_text("".join(f"{time:.3f}\n" for time in times) + "end 30d\n")
-    made = played(["--trace", str(trace), "--restart", "1s"], capsys)
-    assert made["failures"] == 200
-    assert by_name(made)["derived"]["of_best"] > 0.98  # the search knows these very failures
-
-
 # ---- checkpoints in memory -------------------------------------------------------------------------------------------
 
 LARGE = ["--mtbf", "8h", "--stall", "0.2s", "--save", "84s", "--restart", "50min"]
@@ -251,29 +234,12 @@ def test_memory_and_restarts_in_place_are_played_on_the_same_failures(capsys):
     assert [each["name"] for each in played([*LARGE, "--memory"], capsys)["policies"]][-1] == "with memory"
 
 
-def test_what_memory_survives_nothing_of_is_played_as_disk_alone(capsys):
-    arguments = ["--memory-interval", "10min", "--restart-in-place", "1min"]
-    none = by_name(played([*LARGE, "--survived", "0", *arguments], capsys))
-    assert none["restarts in place"]["lost_seconds"] == pytest.approx(none["derived"]["lost_seconds"], rel=0.02)
-    every = by_name(played([*LARGE, "--survived", "1", *arguments], capsys))
-    some = by_name(played([*LARGE, "--survived", "0.5", *arguments], capsys))
-    found = [each["restarts in place"]["goodput"] for each in (none, some, every)]
-    assert found == sorted(found)
-
-
 def test_the_table_says_how_memory_is_played(capsys):
     assert main(["simulate", *LARGE, "--runs", "3", "--memory-save", "30s", "--restart-in-place", "2min"]) == 0
     out = capsys.readouterr().out
     assert "\nwith memory: every 30 s, counts after 30 s; 90 % of the failures restart in 51.4 min\n" in out
     assert "\nrestarts in place: every 30 s, counts after 30 s; 90 % of the failures restart in 120 s\n" in out
     assert " %  restarts in place\n" in out
-
-
-def test_a_trace_is_played_with_memory(tmp_path, capsys):
-    (tmp_path / "t").write_text("30h\n50h\nend 60h\n")
-    one, again = (played(["--trace", str(tmp_path / "t"), "--memory"], capsys) for _ in range(2))
-    assert one == again
-    assert by_name(one)["with memory"]["lost_seconds"] < by_name(one)["derived"]["lost_seconds"]
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
