@@ -1,9 +1,7 @@
 """`ckptman simulate`: recorded and random failures, the table, the chart, the picture; and what it refuses."""
 
 import json
-import random
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -16,7 +14,6 @@ from ckptman.runtime.failure_trace import Trace, read_trace, trace_of
 from ckptman.runtime.journal import Journal
 
 HOUR = 3600.0
-Event = dict[str, Any]
 
 
 def played(arguments, capsys):
@@ -33,10 +30,8 @@ def read(path):
     return read_trace(path, lambda written: parse_seconds("a failure", written))
 
 
-@pytest.mark.parametrize("mtbf", ["1h", "10h", "100h"])
-@pytest.mark.parametrize("stall", ["1s", "60s"])
-def test_what_is_derived_is_near_the_best_that_is_found(mtbf, stall, capsys):
-    made = played(["--mtbf", mtbf, "--stall", stall, "--save", "60s", "--restart", "10min"], capsys)
+def test_what_is_derived_is_near_the_best_that_is_found(capsys):
+    made = played(["--mtbf", "10h", "--stall", "60s", "--save", "60s", "--restart", "10min"], capsys)
     policies = by_name(made)
     assert made["failures"] > 3_000
     assert policies["best fixed"]["of_best"] == 1
