@@ -17,10 +17,11 @@ from ckptman.doctor import filesystem_checks, mount, renames
 from ckptman.doctor.examine import LEAST_BYTES, bill, examine
 from ckptman.doctor.finding import Finding
 from ckptman.errors import BusyError, NotFoundError, RootError
-from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.durable_files import DISK
 from ckptman.runtime.deadline import run_command
 from tests.doctor.test_mount import LFS, TABLE, Commands
 from tests.helpers import unprivileged
+from tests.helpers.faulty_disk import disk_whose
 
 SIZE = 8 * 1024 * 1024
 PROMISES = ["rename", "fsync", "claim", "locks", "clock", "direct I/O", "reserve", "links"]
@@ -61,13 +62,6 @@ def failed(found):
     return [name for name, each in found.items() if each.verdict == "FAILED"]
 
 
-def disk_whose(operation, does):
-    """A disk one of whose operations does something else."""
-    disk = Disk()
-    setattr(disk, operation, does)
-    return disk
-
-
 def hang(*_):
     time.sleep(600)
 
@@ -96,7 +90,7 @@ def test_everything_passes_on_a_disk_that_works(folder):
 def test_a_file_system_in_memory_is_never_read_cold():
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         found = quick(Path(folder))
-        assert os.listdir(folder) == []
+        assert list(Path(folder).iterdir()) == []
     assert (list(found), failed(found)) == (ALL, [])
     assert "(from memory" in found["read"].value
     assert found["file system"].verdict == "warning"
@@ -121,24 +115,19 @@ def test_a_root_that_cannot_be_claimed_is_found(folder, monkeypatch):
     assert "being written to by another run" in found.value
 
 
-class SizedDisk(Disk):
-    """Notes in a file the most bytes that ever lay in the folder."""
-
-    def __init__(self, noted):
-        self.noted = noted
-
-    def sync_file(self, fd):
-        super().sync_file(fd)
-        own = Path(f"/proc/self/fd/{fd}").readlink()
-        held = sum(path.stat().st_size for path in (own if own.is_dir() else own.parent).glob("*") if path.is_file())
-        with self.noted.open("a") as file:
-            file.write(f"{held}\n")
-
-
 def test_no_more_is_written_than_was_said(tmp_path):
     inside, noted = tmp_path / "inside", tmp_path / "noted"
     inside.mkdir()
-    found = quick(inside, SizedDisk(noted))
+
+    def sync(fd):
+        """Note how many bytes lie in the folder."""
+        DISK.sync_file(fd)
+        own = Path(f"/proc/self/fd/{fd}").readlink()
+        held = sum(path.stat().st_size for path in (own if own.is_dir() else own.parent).glob("*") if path.is_file())
+        with noted.open("a") as file:
+            file.write(f"{held}\n")
+
+    found = quick(inside, disk_whose("sync_file", sync))
     most = max(map(int, noted.read_text().split()))
     assert SIZE <= most < SIZE * 1.1, "little files of other checks lie beside it"
     assert found["write"].figures["test_bytes"] == SIZE
