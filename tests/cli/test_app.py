@@ -11,74 +11,14 @@ import typer
 
 from ckptman import __version__
 from ckptman.cli.app import _VERBS, main, make_app
+from tests.cli.test_json import GOLDEN
 from tests.cli.test_plan import CONFIG
 from tests.helpers.checkpoints import commit
 from tests.helpers.journals import make_root
 from tests.helpers.node_memory import nodes_with
 from tests.monitoring.invented_run import invented
 
-VERBS = {
-    "list": ["ROOT", "--json"],
-    "path": ["ROOT", "--latest", "--best", "--step", "--max"],
-    "show": ["PATH", "--step", "--json"],
-    "verify": [
-        *("PATH", "--step", "--all", "--world-size", "--mesh", "--plan-only"),
-        *("--bandwidth", "--rank-bandwidth", "--allow", "--threads", "--json"),
-    ],
-    "diff": ["A", "B", "--steps", "--only", "--top", "--all", "--read", "--json"],
-    "copy": ["SRC", "DST", "--step", "--all", "--limit", "--threads", "--overwrite", "--json"],
-    "adopt": ["PATH", "--step", "--keep-name", "--json"],
-    "export": [
-        *("PATH", "OUT", "--step", "--format", "--only", "--all", "--exclude", "--dtype", "--max-shard-size"),
-        *("--strip", "--rename", "--tied", "--config", "--overwrite", "--json"),
-    ],
-    "drain": [
-        *("ROOT", "--to", "--every", "--follow", "--poll", "--limit", "--threads", "--dry-run", "--json"),
-    ],
-    "memory list": ["--path", "--json"],
-    "memory flush": ["ROOT", "--nodes", "--timeout", "--path", "--json"],
-    "memory clear": ["[ROOT]", "--all-dead", "--path"],
-    "doctor": ["DIR", "--size", "--against", "--timeout", "--json"],
-    "probe loader": [
-        *("[MODULE:FUNCTION]", "--config", "--set", "--world-size", "--workers", "--batch-size", "--seconds"),
-        *("--timeout", "--data", "--root", "--steps-per-second", "--batches-per-step", "--ranks-per-node", "--json"),
-    ],
-    "prune": [
-        *("ROOT", "--keep-last", "--keep-every", "--keep-best", "--keep-within", "--keep-hourly", "--keep-daily"),
-        *("--keep-weekly", "--keep-monthly", "--keep-steps", "--max-bytes", "--max-percent", "--leftovers"),
-        *("--dry-run", "--jobs", "--files-per-second", "--json"),
-    ],
-    "pin": ["PATH", "--why", "--step"],
-    "unpin": ["PATH", "--step"],
-    "plan": [
-        *("--params", "--config", "--set", "--model", "--dtype", "--moments", "--moment-dtype", "--nodes", "--gpus"),
-        *("--shard", "--sequence", "--micro-batch", "--vocab", "--dim", "--layers", "--gpu-memory", "--tier"),
-        *("--staging", "--blocking", "--init", "--factor", "--mtbf", "--rate", "--length", "--step", "--notice"),
-        *("--queue", "--memory", "--memory-interval", "--copies", "--exchange", "--host-memory"),
-        *("--restart-in-place", "--survived"),
-        *("--keep-last", "--keep-every", "--keep-best", "--keep-within", "--keep-hourly", "--keep-daily"),
-        *("--keep-weekly", "--keep-monthly", "--keep-steps", "--max-bytes", "--explain", "--json"),
-    ],
-    "simulate": [
-        *("--stall", "--save", "--restart", "--mtbf", "--gpus", "--rate", "--trace", "--length", "--runs", "--seed"),
-        *("--interval", "--memory", "--memory-interval", "--memory-save", "--restart-in-place", "--survived"),
-        *("--svg", "--json"),
-    ],
-    "status": ["ROOT...", "--watch", "--every", "--no-slurm", "--json"],
-    "report": ["ROOT...", "--html", "--no-slurm", "--json"],
-    "rollback": ["ROOT", "--to-step", "--why", "--undo", "--dry-run", "--json"],
-    "template": ["[NAME]", "--output", "--set", "--config", "--list", "--force", "--json"],
-    "submit": [
-        *("SCRIPT [ARGUMENTS]", "--scheduler", "--max-attempts", "--max-walltime", "--until", "--crash-limit"),
-        *("--stall-limit", "--requeue", "--upfront", "--first", "--sbatch", "--chain-dir", "--another", "--dry-run"),
-    ],
-    "chain list": ["[DIR]", "--json"],
-    "chain show": ["[CHAIN]", "--times", "--json"],
-    "chain logs": ["[CHAIN]", "--follow", "--attempt", "--lines"],
-    "chain cancel": ["[CHAIN]"],
-    "chain pause": ["[CHAIN]"],
-    "chain resume": ["[CHAIN]"],
-}
+VERBS = GOLDEN["verbs and options"]
 
 
 def test_verbs_and_options_are_those_that_users_hold():

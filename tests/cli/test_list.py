@@ -6,7 +6,6 @@ import pytest
 
 from ckptman.catalog.verified import remember_damage
 from ckptman.cli.app import main
-
 from ckptman.format.manifest import Mesh
 from tests.helpers.checkpoints import commit
 

@@ -28,23 +28,7 @@ def test_sizes(written, size):
 
 @pytest.mark.parametrize(
     "written",
-    [
-        "",
-        " ",
-        "0",
-        "0.0GB",
-        "-1",
-        "-70GB",
-        "GB",
-        "1e9",
-        "nan",
-        "inf",
-        "70XB",
-        "1,5GB",
-        "7 0GB",
-        "9" * 30,
-        "0.1B",
-    ],
+    ["", " ", "0", "0.0GB", "-1", "-70GB", "GB", "1e9", "nan", "inf", "70XB", "1,5GB", "7 0GB", "9" * 30, "0.1B"],
 )
 def test_no_sizes(written):
     with pytest.raises(ConfigError, match="--size"):

@@ -75,13 +75,7 @@ def test_where_none_is_finite_it_is_the_newest(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("options", "step"),
-    [
-        ([], 30),
-        (["--latest"], 30),
-        (["--best", "loss"], 20),
-        (["--best", "loss", "--max"], 10),
-        (["--step", "10"], 10),
-    ],
+    [([], 30), (["--latest"], 30), (["--best", "loss"], 20), (["--best", "loss", "--max"], 10), (["--step", "10"], 10)],
 )
 def test_one_path_is_printed_and_nothing_else(options, step, tmp_path, capsys):
     for number, loss in ((10, 0.5), (20, 0.25), (30, math.nan)):
