@@ -3,9 +3,7 @@
 import json
 import os
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -14,6 +12,7 @@ import pytest
 from ckptman.cli import chain_logs
 from ckptman.cli.app import main
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, Spec
+from tests.helpers.forkserver import run
 
 
 class Scene:
@@ -23,17 +22,9 @@ class Scene:
         self.log = folder / "out.log"
         (folder / "chain").mkdir()
         own = psutil.Process()
-        spec = Spec(
-            scheduler="local",
-            host=socket.gethostname(),
-            pid=own.pid,
-            pid_started=own.create_time(),
-            script="train",
-            interpreter=(),
-            workdir=str(folder),
-            created_seconds=1.0,
-        )
-        self.chain = Chain.create_local(folder / "chain", spec)
+        process = {"host": socket.gethostname(), "pid": own.pid, "pid_started": own.create_time()}
+        command = {"script": "train", "interpreter": (), "workdir": str(folder), "created_seconds": 1.0}
+        self.chain = Chain.create_local(folder / "chain", Spec(scheduler="local", **process, **command))
 
     def begin(self, number, log=None):
         path = log or self.log
@@ -47,7 +38,7 @@ class Scene:
             "host": "n",
             "begun_seconds": 1.0,
         }
-        self.chain.begin(AttemptRecord(**facts, log=str(path), log_begin=size))
+        self.chain.begin(AttemptRecord(**facts, begun_seconds=1.0, log=str(path), log_begin=size))
 
     def print(self, text):
         with self.log.open("ab") as file:
@@ -64,9 +55,6 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path):
     return Scene(tmp_path)
-
-
-Follow = Callable[[Iterator[object]], tuple[int, list[str], str]]
 
 
 @pytest.fixture
@@ -181,13 +169,10 @@ def test_no_file_no_process_and_ctrl_c_are_told_in_a_line(scene, follow, capsys,
 
 def test_a_chain_of_this_machine_is_shown_and_not_for_slurm(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    program = (
-        "import os, sys; n = os.environ['CKPTMAN_ATTEMPT']; print('attempt', n, flush=True); sys.exit(75 * (n == '1'))"
-    )
+    program = "import os, sys; n = os.environ['CKPTMAN_ATTEMPT']; print('attempt', n); sys.exit(75 * (n == '1'))"
     with open("out.log", "w") as log:
-        command = [sys.executable, "-m", "ckptman", "submit", "--scheduler", "local", "--"]
-        ran = subprocess.run([*command, sys.executable, "-S", "-c", program], stdout=log, timeout=60)
-    assert ran.returncode == 0
+        command = ["submit", "--scheduler", "local", "--", sys.executable, "-S", "-c", program]
+        run("-m", "ckptman", *command, stdout=log, check=True)
     assert main(["chain", "list"]) == 0
     told = capsys.readouterr().out.splitlines()[1]
     assert told.split()[-2:] == ["local", "finished"]
