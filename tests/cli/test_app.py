@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from ckptman import __version__
-from ckptman.cli.app import _VERBS, main, make_app
+from ckptman.cli.app import _VERBS, make_app
 from tests.cli.test_json import GOLDEN
 from tests.cli.test_plan import CONFIG
 from tests.helpers.checkpoints import commit
@@ -36,25 +36,22 @@ def test_verbs_and_options_are_those_that_users_hold():
     assert found == VERBS
 
 
-def test_every_verb_explains_itself(capsys):
+def test_every_verb_explains_itself(ends):
     for verb in VERBS:
-        assert main([*verb.split(), "--help"]) == 0
-        assert f"Usage: ckptman {verb}" in capsys.readouterr().out
+        assert f"Usage: ckptman {verb}" in ends(0, *verb.split(), "--help").out
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
-def test_help_fits_the_terminal_and_is_whole(columns, capsys, monkeypatch):
+def test_help_fits_the_terminal_and_is_whole(columns, ends, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     for arguments in ([], *(verb.split() for verb in VERBS), ["chain"], ["memory"]):
-        assert main([*arguments, "--help"]) == 0
-        told = capsys.readouterr().out
+        told = ends(0, *arguments, "--help").out
         assert max(map(len, told.splitlines())) <= columns
         assert not re.search(r"[a-z]\.\.\.$", told, re.MULTILINE)
 
 
-def test_help_groups_the_verbs_and_imports_none_of_them(capsys):
-    assert main(["--help"]) == 0
-    told = capsys.readouterr().out
+def test_help_groups_the_verbs_and_imports_none_of_them(ends):
+    told = ends(0, "--help").out
     assert re.findall(r"^(\w+):$", told, re.MULTILINE) == ["Look", "Prove", "Keep", "Move", "Plan", "Run", "Options"]
     assert re.findall(r"^  ([a-z]+) ", told, re.MULTILINE) == list(_VERBS)
     listed = subprocess.run(
@@ -74,7 +71,7 @@ COMPLETIONS = [
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 @pytest.mark.parametrize(("typed", "found"), COMPLETIONS)
-def test_a_shell_is_told_what_may_follow(shell, typed, found, capsys, monkeypatch):
+def test_a_shell_is_told_what_may_follow(shell, typed, found, ends, monkeypatch):
     monkeypatch.setenv("_CKPTMAN_COMPLETE", f"complete_{shell}")
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
     monkeypatch.setenv("COLUMNS", "80")
@@ -83,8 +80,7 @@ def test_a_shell_is_told_what_may_follow(shell, typed, found, capsys, monkeypatc
         monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
     else:
         monkeypatch.setenv("_TYPER_COMPLETE_ARGS", typed)
-    assert main([]) == 0
-    told = capsys.readouterr().out.strip()
+    told = ends(0).out.strip()
     assert re.findall(r'\(\("([^"]+)"' if shell == "zsh" else r"(?m)^(\S+)", told) == found
 
 
@@ -108,9 +104,8 @@ def test_completion_works_in_bash(tmp_path):
     assert ran.stdout == "--leftovers\n", ran.stderr
 
 
-def test_version_is_that_of_the_package(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"ckptman {__version__}\n"
+def test_version_is_that_of_the_package(ends):
+    assert ends(0, "--version").out == f"ckptman {__version__}\n"
 
 
 WITHOUT_TORCH = """

@@ -89,7 +89,7 @@ def test_what_the_run_prunes_meanwhile_is_no_failure_and_gives_way_to_the_next(r
     assert copied("--step", "200") == 3
 
 
-def test_what_was_copied_before_a_destination_failed_is_told(root, capsys, monkeypatch):
+def test_what_was_copied_before_a_destination_failed_is_told(root, ends, monkeypatch):
     publish = LocalBackend.publish
 
     def fail(self, source, name, *arguments, **options):
@@ -98,8 +98,7 @@ def test_what_was_copied_before_a_destination_failed_is_told(root, capsys, monke
         return publish(self, source, name, *arguments, **options)
 
     monkeypatch.setattr(LocalBackend, "publish", fail)
-    assert main(["copy", "run", "backup", "--all", "--json"]) == 10
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ends(10, "copy", "run", "backup", "--all", "--json").out)
     assert [each["step"] for each in found["checkpoints"]] == [100]
     assert [each["step"] for each in found["failed"]] == [300]
     assert steps("backup") == [100]
@@ -133,12 +132,11 @@ def test_a_newer_format_is_not_gone_back_behind(root, capsys):
     assert steps("backup") == [100, 200, 300]
 
 
-def test_what_plain_dcp_wrote_is_copied_and_what_that_means_is_said(root, capsys):
+def test_what_plain_dcp_wrote_is_copied_and_what_that_means_is_said(root, ends):
     Path("plain").mkdir()
     for name in (".metadata", "__0_0.distcp"):
         Path("plain", name).write_bytes(b"bytes" * 1000)
-    assert main(["copy", "plain", "backup"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert ends(0, "copy", "plain", "backup").out.splitlines() == [
         "plain: copied, 9.8 KiB in 2 files; every byte read back",
         "  it has no digests of its own: the copy is held against what was read, not what was saved",
         "Copied 1 checkpoint, 9.8 KiB, to backup.",

@@ -46,11 +46,10 @@ def rows(printed):
     return found
 
 
-def test_a_folder_is_examined(tmp_path, capsys):
+def test_a_folder_is_examined(tmp_path, ends):
     commit(tmp_path, 1)
     before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert main(["doctor", str(tmp_path), *QUICK, "--against", "70MB"]) == 0
-    told = capsys.readouterr()
+    told = ends(0, "doctor", tmp_path, *QUICK, "--against", "70MB")
     found = rows(told.out)
     assert told.out.splitlines()[0].split() == ["check", "result", "what", "it", "means"]
     for name in ("file system", "space", "rename", "fsync", "claim", "locks", "write", "read", "save", "interval"):
@@ -62,9 +61,8 @@ def test_a_folder_is_examined(tmp_path, capsys):
     assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_json_has_figures_with_units(tmp_path, capsys):
-    assert main(["doctor", str(tmp_path), *QUICK, "--against", "1GB", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+def test_json_has_figures_with_units(tmp_path, ends):
+    told = json.loads(ends(0, "doctor", tmp_path, *QUICK, "--against", "1GB", "--json").out)
     assert (told["directory"], told["good"], told["against_bytes"]) == (str(tmp_path), True, 10**9)
     found = {each["name"]: each for each in told["findings"]}
     assert found["rename"]["verdict"] in ("ok", "slow")
@@ -77,7 +75,7 @@ def test_json_has_figures_with_units(tmp_path, capsys):
     assert set(found["write"]) == {"name", "verdict", "value", "advice", "figures"}
 
 
-def test_what_failed_is_one_line_with_its_consequence(tmp_path, capsys, monkeypatch):
+def test_what_failed_is_one_line_with_its_consequence(tmp_path, ends, monkeypatch):
     def check_rename(*args):
         return Finding("rename", "FAILED", "a folder that was renamed was seen under neither name", renames._BROKEN)
 
@@ -86,33 +84,30 @@ def test_what_failed_is_one_line_with_its_consequence(tmp_path, capsys, monkeypa
 
     monkeypatch.setattr(renames, "check_rename", check_rename)
     monkeypatch.setattr(filesystem_checks, "check_sync", check_sync)
-    assert main(["doctor", str(tmp_path), *QUICK]) == 1
-    told = capsys.readouterr()
+    told = ends(1, "doctor", tmp_path, *QUICK)
     assert told.err == (
         f"Error: {tmp_path} is not fit to save to: rename (a folder that was renamed was seen under neither name): "
         "commits are not safe here: a run could load half a checkpoint, or find none. Save to another file system; "
         "fsync (Input/output error): nothing that is saved here is durable\n"
     )
     assert "FAILED" in rows(told.out)["rename"][0]
-    assert main(["doctor", str(tmp_path), *QUICK, "--json"]) == 1
-    told = capsys.readouterr()
+    told = ends(1, "doctor", tmp_path, *QUICK, "--json")
     assert json.loads(told.out)["good"] is False
     assert told.err.startswith("Error: ")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_to_a_folder_and_a_name_with_escapes(tmp_path, capsys):
+def test_a_link_to_a_folder_and_a_name_with_escapes(tmp_path, ends):
     folder = tmp_path / "e\x1b[2J"
     folder.mkdir()
     (folder / ".ckptman-doctor-\x1b[2J").mkdir()
     (tmp_path / "link").symlink_to(folder)
-    assert main(["doctor", str(tmp_path / "link"), *QUICK]) == 0
-    told = capsys.readouterr()
+    told = ends(0, "doctor", tmp_path / "link", *QUICK)
     assert "\x1b" not in told.out + told.err
     assert "\\x1b[2J" in told.out
 
 
-def test_against_a_checkpoint_a_root_and_one_of_plain_dcp(tmp_path, capsys):
+def test_against_a_checkpoint_a_root_and_one_of_plain_dcp(tmp_path, ends):
     commit(tmp_path / "root", 1)
     entry = commit(tmp_path / "root", 2, rows=4096)
     plain = tmp_path / "plain"
@@ -120,8 +115,7 @@ def test_against_a_checkpoint_a_root_and_one_of_plain_dcp(tmp_path, capsys):
     (plain / ".metadata").write_bytes(b"x" * 10)
     (plain / "__0_0.distcp").write_bytes(b"x" * 90)
     for path, size in ((entry.path, None), (tmp_path / "root", None), (plain, 100)):
-        assert main(["doctor", "--against", str(path), "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
+        told = json.loads(ends(0, "doctor", "--against", path, "--json").out)
         assert told["against_bytes"] == (size or entry.require_manifest().total_bytes)
     (tmp_path / "empty").mkdir()
     assert main(["doctor", "--against", str(tmp_path / "empty")]) == 3
@@ -136,20 +130,18 @@ def test_a_checkpoint_that_does_not_answer_is_told(tmp_path, capsys, monkeypatch
 # ---- the job ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_folder_it_is_the_job(capsys):
-    assert main(["doctor"]) == 0
-    found = rows(capsys.readouterr().out)
+def test_without_a_folder_it_is_the_job(ends):
+    found = rows(ends(0, "doctor").out)
     assert list(found) == [
         *("python", "torch", "devices", "backends", "world", "job", "host memory", "/dev/shm", "memory tier"),
         *("open files", "locked memory", "clock"),
     ]
 
 
-def test_a_job_that_is_broken_is_1(capsys, monkeypatch):
+def test_a_job_that_is_broken_is_1(ends, monkeypatch):
     monkeypatch.setenv("RANK", "4")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert main(["doctor", "--json"]) == 1
-    told = capsys.readouterr()
+    told = ends(1, "doctor", "--json")
     assert json.loads(told.out)["directory"] is None
     assert told.err == (
         "Error: this job is not fit to run: world (RANK=4, WORLD_SIZE=4): RANK must be below WORLD_SIZE: the start "
@@ -158,18 +150,17 @@ def test_a_job_that_is_broken_is_1(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ends", "told"),
+    ("torch_facts", "told"),
     [
         (lambda: time.sleep(600), "torch (does not answer within 0.2 s): "),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "torch (cannot be imported: the check was killed by SIGKILL"),
     ],
     ids=["hangs", "dies"],
 )
-def test_a_torch_that_hangs_or_dies_is_told(ends, told, monkeypatch, capsys):
+def test_a_torch_that_hangs_or_dies_is_told(torch_facts, told, monkeypatch, ends):
     monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "ckptman.state.installed_torch", SimpleNamespace(torch_facts=ends))
-    assert main(["doctor", "--timeout", "0.2" if "0.2" in told else "60"]) == 1
-    printed = capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "ckptman.state.installed_torch", SimpleNamespace(torch_facts=torch_facts))
+    printed = ends(1, "doctor", "--timeout", "0.2" if "0.2" in told else "60")
     assert told in printed.err
     if "0.2" in told:
         assert "raise --timeout" in printed.err
@@ -223,13 +214,12 @@ def test_with_few_open_files_what_is_left_behind_is_an_error(tmp_path):
 # ---- its page --------------------------------------------------------------------------------------------------------
 
 
-def test_every_check_and_every_kind_of_file_system_is_on_its_page(tmp_path, capsys, monkeypatch):
+def test_every_check_and_every_kind_of_file_system_is_on_its_page(tmp_path, ends, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_END_TIME", "4000000000")
     for arguments in (["doctor", str(tmp_path), *QUICK, "--against", "1MB"], ["doctor"]):
-        assert main([*arguments, "--json"]) == 0
-        for each in json.loads(capsys.readouterr().out)["findings"]:
+        for each in json.loads(ends(0, *arguments, "--json").out)["findings"]:
             assert f"| {each['name']} |" in page or f"\n{each['name']} " in page, each["name"]
     for family in FAMILIES.values():
         rare = family.advice == LOCAL or family.name in ("a read-only image", "autofs") or "virtual" in family.name

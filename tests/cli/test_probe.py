@@ -38,9 +38,8 @@ def journal(root, *events):
     written.close()
 
 
-def test_a_table_for_people_and_the_same_for_programs(folder, capsys):
-    assert main(["probe", "loader", "program.py:make_loader", *QUICK, "--steps-per-second", "0.01"]) == 0
-    told = capsys.readouterr()
+def test_a_table_for_people_and_the_same_for_programs(folder, ends):
+    told = ends(0, "probe", "loader", "program.py:make_loader", *QUICK, "--steps-per-second", "0.01")
     lines = told.out.splitlines()
     assert lines[0].split()[:4] == ["workers", "cache", "batches/s", "samples/s"]
     assert [line.split()[:2] for line in lines[1:2]] == [["0", "cold"]]
@@ -50,31 +49,28 @@ def test_a_table_for_people_and_the_same_for_programs(folder, capsys):
     assert not told.err
     journal(folder / "run", ("first_step", 100.0, 1), ("save_begun", 200.0, 2))
     journaled = ["--root", "run", "--ranks-per-node", "2", "--json"]
-    assert main(["probe", "loader", "program:make_loader", *QUICK, *journaled]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ends(0, "probe", "loader", "program:make_loader", *QUICK, *journaled).out)
     [only] = found["measurements"]
     assert (only["workers"], only["cold"]["taken"], only["cold"]["samples"]) == (0, 16, 60)
     assert only["warm"]["bytes"] == 15 * 4 * 8
     assert (found["need"]["steps_per_second"], found["need"]["batches_per_second"]) == (0.01, 0.02)
 
 
-def test_one_that_starves_ends_with_1(capsys):
-    assert main(["probe", "loader", "program.py:make_loader", *QUICK, "--steps-per-second", "1e9"]) == 1
-    told = capsys.readouterr()
+def test_one_that_starves_ends_with_1(ends):
+    told = ends(1, "probe", "loader", "program.py:make_loader", *QUICK, "--steps-per-second", "1e9")
     assert told.out.splitlines()[1].split()[:2] == ["0", "cold"]
     assert told.err.startswith("Error: Data will starve the GPUs: without workers")
 
 
-def test_what_was_measured_is_shown_before_the_problem(folder, capsys):
+def test_what_was_measured_is_shown_before_the_problem(folder, ends):
     broken = PROGRAM.replace("    return", "    assert not num_workers, 'none today'\n    return")
     (folder / "program.py").write_text(broken)
-    assert main(["probe", "loader", "program.py:make_loader", "--seconds", "0.05", "--workers", "0,2"]) == 1
-    told = capsys.readouterr()
+    told = ends(1, "probe", "loader", "program.py:make_loader", "--seconds", "0.05", "--workers", "0,2")
     assert told.out.splitlines()[1].split()[:2] == ["0", "cold"]
     assert "program.py:make_loader with 2 workers raised AssertionError: none today (program.py:5)" in told.err
 
 
-def test_the_bundled_loop(folder, capsys):
+def test_the_bundled_loop(folder, ends):
     (folder / "tokens").mkdir()
     np.arange(4001, dtype="<u2").tofile(folder / "tokens" / TOKENS)
     meta = TokenMeta(dtype="uint16", count=4001, vocab_size=4001, eos_id=0, sources=1, digest="d")
@@ -82,16 +78,14 @@ def test_the_bundled_loop(folder, capsys):
     text = '[data]\npath = "tokens"\nsequence_tokens = 8\nglobal_batch = 12\n[run]\nsteps = 9\n'
     (folder / "run.toml").write_text(text + '[checkpoint]\nroot = "run"\n')
     command = ["probe", "loader", "--config", "run.toml", "--seconds", "0.05", "--json"]
-    assert main([*command, "--ranks-per-node", "4"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ends(0, *command, "--ranks-per-node", "4").out)
     cold = found["measurements"][0]["cold"]
     assert cold["samples"] == 3 * cold["batches"], "of a batch that 4 ranks share"
     assert cold["bytes"] == cold["samples"] * 9 * 8
     assert found["dropped_files"] == 3 - 1
     assert found["need"] is None
     journal(folder / "run", ("first_step", 100.0, 1), ("save_begun", 200.0, 2))
-    assert main([*command, "--world-size", "2", "--set", "data.global_batch=4"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ends(0, *command, "--world-size", "2", "--set", "data.global_batch=4").out)
     cold = found["measurements"][0]["cold"]
     assert cold["samples"] == 2 * cold["batches"]
     assert found["need"]["steps_per_second"] == 0.01, "by the journal of its own root"

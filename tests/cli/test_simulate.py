@@ -50,11 +50,10 @@ def test_the_same_seed_plays_the_same(capsys):
     assert one["policies"] != other["policies"]
 
 
-def test_the_table_and_the_chart(tmp_path, capsys):
+def test_the_table_and_the_chart(tmp_path, ends):
     picture = tmp_path / "goodput.svg"
     arguments = ["--mtbf", "5h", "--stall", "30s", "--interval", "2h", "--seed", "3", "--svg", str(picture)]
-    assert main(["simulate", *arguments]) == 0
-    out = capsys.readouterr().out
+    out = ends(0, "simulate", *arguments).out
     assert "(seed 3)" in out
     names = ("best fixed", "derived", "DalyInterval", "InitTimeInterval", "every 15 min", "every 2 h")
     for name in names:
@@ -89,13 +88,12 @@ def test_a_trace_of_times(tmp_path, capsys):
     assert (shorter["failures"], shorter["run_seconds"]) == (2, 5 * HOUR)
 
 
-def test_the_last_failure_of_a_trace_without_an_end_counts(tmp_path, capsys):
+def test_the_last_failure_of_a_trace_without_an_end_counts(tmp_path, capsys, ends):
     trace = tmp_path / "failures.txt"
     trace.write_text("1h\n2h\n3h\n")
     made = played(["--trace", str(trace), "--stall", "1s", "--restart", "1min"], capsys)
     assert (made["failures"], made["mtbf_seconds"]) == (3, HOUR)
-    assert main(["simulate", "--trace", str(trace)]) == 0
-    assert "one in 60 min" in (out := capsys.readouterr().out)
+    assert "one in 60 min" in (out := ends(0, "simulate", "--trace", trace).out)
     assert "1 run of 3 h, 3 failures (as recorded)" in out
     journal = journal_path(tmp_path)
     journal.parent.mkdir(parents=True)
@@ -229,9 +227,8 @@ def test_memory_and_restarts_in_place_are_played_on_the_same_failures(capsys):
     assert [each["name"] for each in played([*LARGE, "--memory"], capsys)["policies"]][-1] == "with memory"
 
 
-def test_the_table_says_how_memory_is_played(capsys):
-    assert main(["simulate", *LARGE, "--runs", "3", "--memory-save", "30s", "--restart-in-place", "2min"]) == 0
-    out = capsys.readouterr().out
+def test_the_table_says_how_memory_is_played(ends):
+    out = ends(0, "simulate", *LARGE, "--runs", "3", "--memory-save", "30s", "--restart-in-place", "2min").out
     assert "\nwith memory: every 30 s, counts after 30 s; 90 % of the failures restart in 51.4 min\n" in out
     assert "\nrestarts in place: every 30 s, counts after 30 s; 90 % of the failures restart in 120 s\n" in out
     assert " %  restarts in place\n" in out

@@ -19,41 +19,35 @@ def root(tmp_path):
     return make_root(tmp_path / "root", run.events, [run.durable_step], ago_seconds=60)
 
 
-def test_one_run_in_full_and_several_in_a_table(root, capsys):
-    assert main(["status", str(root)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_one_run_in_full_and_several_in_a_table(root, ends):
+    lines = ends(0, "status", root).out.splitlines()
     assert lines[0] == f"{root}: finished, SIGTERM on rank 0"
     assert [line.split()[0] for line in lines[1:]] == ["attempt", "step", "saved"]
-    assert main(["status", str(root), str(root.parent / "gone")]) == 0
-    told = capsys.readouterr().out.splitlines()
+    told = ends(0, "status", root, root.parent / "gone").out.splitlines()
     assert told[0].split()[:2] == ["run", "state"]
     assert [line.split()[1] for line in told[1:3]] == ["finished", "not"]
     assert told[3].startswith(f"{root.parent / 'gone'}: ")
 
 
-def test_where_the_hours_went(root, tmp_path, capsys):
+def test_where_the_hours_went(root, tmp_path, ends):
     page = tmp_path / "out/report.html"
-    assert main(["report", str(root), "--html", str(page)]) == 0
-    out = capsys.readouterr().out
+    out = ends(0, "report", root, "--html", page).out
     assert page.read_text().startswith("<!doctype html>")
     shares = [float(line.rpartition(" ")[2].rstrip("%")) for line in out.splitlines() if line.endswith("%")]
     assert sum(shares) == pytest.approx(100, abs=0.6)
 
-    assert main(["report", str(root), str(root)]) == 0
-    assert "all 2 runs" in capsys.readouterr().out
+    assert "all 2 runs" in ends(0, "report", root, root).out
 
 
-def test_torn_lines_are_said_and_left_out(root, capsys):
+def test_torn_lines_are_said_and_left_out(root, ends):
     journal = root / ".ckptman/journal.jsonl"
     journal.write_text('{"time": 1, "eve\n\x00\x00\x00\n' + journal.read_text() + '{"time": 3')
-    assert main(["report", str(root)]) == 0
-    assert "note: 3 of the lines of its journal cannot be read, and are left out" in capsys.readouterr().out
+    assert "note: 3 of the lines of its journal cannot be read, and are left out" in ends(0, "report", root).out
 
 
-def test_without_matplotlib_there_is_no_page_and_all_else(root, tmp_path, capsys, monkeypatch):
+def test_without_matplotlib_there_is_no_page_and_all_else(root, tmp_path, ends, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["report", str(root), "--html", str(tmp_path / "page.html")]) == 2
-    assert "pip install 'ckptman[report]'" in capsys.readouterr().err
+    assert "pip install 'ckptman[report]'" in ends(2, "report", root, "--html", tmp_path / "page.html").err
     assert not (tmp_path / "page.html").exists()
     assert main(["report", str(root)]) == 0
 

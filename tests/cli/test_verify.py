@@ -7,12 +7,12 @@ import pty
 import re
 import shutil
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from ckptman import __version__
+from ckptman.catalog import catalog as catalogue
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli import verify_checks, verify_process
 from ckptman.cli.app import main
@@ -21,10 +21,12 @@ from ckptman.errors import CkptmanError, CorruptError
 from ckptman.format.index import Index
 from ckptman.format.manifest import FileRecord
 from ckptman.format.paths import CHUNKS, INDEX
+from ckptman.io import file_reader
 from ckptman.io.checksums import digest_bytes
 from ckptman.io.durable_files import Disk
 from ckptman.verify.reports import LoadReport, PlanReport
 from tests.helpers.checkpoints import blocks_of, commit, flip_byte, index_files, note_in
+from tests.helpers.forkserver import run
 
 
 def _rewrite(entry, name, data):
@@ -43,6 +45,18 @@ def _change(entry, step):
         rank = int(name.split("_")[2])
         _rewrite(entry, f"blocks-{rank:05d}.bin", blocks_of(data))
         _rewrite(entry, name, data)
+
+
+def _forbid(monkeypatch, module, function, name):
+    """Let a function that opens paths refuse those of this name."""
+    real = getattr(module, function)
+
+    def refuse(path, *rest, **more):
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(module, function, refuse)
 
 
 @pytest.fixture
@@ -72,11 +86,10 @@ def loads(monkeypatch):
     return asked
 
 
-def test_a_good_one_is_proved_and_said_to_be(tmp_path, capsys):
+def test_a_good_one_is_proved_and_said_to_be(tmp_path, ends):
     commit(tmp_path, 100)
     _change(commit(tmp_path, 200), 200)
-    assert main(["verify", str(tmp_path)]) == 0
-    told = capsys.readouterr()
+    told = ends(0, "verify", tmp_path)
     lines = told.out.splitlines()
     assert lines[0].startswith("step 200: good, 7 files, ")
     assert lines[0].endswith("every byte matches its digest; 1 tensor, all complete")
@@ -91,15 +104,13 @@ def test_a_good_one_is_proved_and_said_to_be(tmp_path, capsys):
     assert told.err == ""
 
 
-def test_all_of_a_root_are_looked_at_whatever_the_first_ones_are(tmp_path, capsys):
+def test_all_of_a_root_are_looked_at_whatever_the_first_ones_are(tmp_path, ends):
     entries = [commit(tmp_path, step) for step in (100, 200, 300)]
     flip_byte(entries[0].path / "__1_0.distcp")
     (entries[1].path / "__1_0.distcp").unlink()
     flip_byte(entries[1].path / ".metadata")
     assert main(["verify", str(tmp_path)]) == 0  # the newest is good
-    capsys.readouterr()
-    assert main(["verify", str(tmp_path), "--all", "--json"]) == 4
-    told = capsys.readouterr()
+    told = ends(4, "verify", tmp_path, "--all", "--json")
     found = {each["step"]: each for each in json.loads(told.out)["checkpoints"]}
     assert [found[step]["good"] for step in (100, 200, 300)] == [False, False, True]
     assert "__1_0.distcp does not match" in found[100]["problems"][0]
@@ -133,13 +144,12 @@ def test_loading_is_asked_for_and_remembered(tmp_path, loads, capsys):
     assert (note.world_sizes, note.meshes, note.ckptman_version) == ((1, 2), ((2, 4),), __version__)
 
 
-def test_what_does_not_load_is_7_and_takes_the_note_back(tmp_path, loads, capsys):
+def test_what_does_not_load_is_7_and_takes_the_note_back(tmp_path, loads, ends):
     entry = commit(tmp_path, 100)
     assert main(["verify", str(tmp_path)]) == 0
     assert note_in(entry.path) is not None
     loads["problems"] = {2: ["rank 1 of 2: model.weight: \x1b[31mdiffers"]}
-    assert main(["verify", str(tmp_path), "--world-size", "1,2"]) == 7
-    told = capsys.readouterr()
+    told = ends(7, "verify", tmp_path, "--world-size", "1,2")
     assert "    rank 1 of 2: model.weight: \\x1b[31mdiffers\n" in told.out
     assert told.err == "Error: step 100 does not load on 2 processes as it was saved: see the lines above\n"
     assert note_in(entry.path) is None
@@ -147,7 +157,7 @@ def test_what_does_not_load_is_7_and_takes_the_note_back(tmp_path, loads, capsys
     assert main(["verify", str(tmp_path), "--world-size", "1,2"]) == 4
 
 
-def test_a_plan_reads_no_tensor(tmp_path, loads, capsys):
+def test_a_plan_reads_no_tensor(tmp_path, loads, capsys, ends):
     entry = commit(tmp_path, 100)
     flip_byte(entry.path / "__0_0.distcp")
     command = ["verify", str(tmp_path), "--plan-only", "--world-size", "1024,4096"]
@@ -161,8 +171,7 @@ def test_a_plan_reads_no_tensor(tmp_path, loads, capsys):
     note = note_in(entry.path)
     assert (note.levels, note.plan_world_sizes, note.every_byte) == (("coverage",), (1024, 4096), False)
     loads["problems"] = {1024: ["rank 7: model.weight is not covered"]}
-    assert main([*command, "--json"]) == 7
-    told = capsys.readouterr()
+    told = ends(7, *command, "--json")
     (found,) = json.loads(told.out)["checkpoints"]
     assert (found["good"], found["levels"]) == (False, ["coverage"])
     assert [plan["world_size"] for plan in found["plans"]] == [1024, 4096]
@@ -171,18 +180,16 @@ def test_a_plan_reads_no_tensor(tmp_path, loads, capsys):
     assert main(command) == 4
 
 
-def test_what_could_not_be_tried_is_neither_good_nor_bad(tmp_path, loads, capsys):
+def test_what_could_not_be_tried_is_neither_good_nor_bad(tmp_path, loads, ends):
     entry = commit(tmp_path, 100)
     loads["not_tried"] = {8: "each rank needs 300 bytes of memory, and 200 are free"}
-    assert main(["verify", str(tmp_path), "--world-size", "2,8"]) == 10
-    told = capsys.readouterr()
+    told = ends(10, "verify", tmp_path, "--world-size", "2,8")
     assert "  not proved: that it loads on 8 processes: each rank needs 300 bytes of memory" in told.out
     assert "could not be read, or not tried: step 100" in told.err
     note = note_in(entry.path)
     assert (note.every_byte, note.world_sizes) == (True, (2,))  # what was proved stays proved
     loads["problems"] = {2: CkptmanError("the loading check ended with exit code -9")}
-    assert main(["verify", str(tmp_path), "--world-size", "2", "--json"]) == 10
-    (report,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    (report,) = json.loads(ends(10, "verify", tmp_path, "--world-size", "2", "--json").out)["checkpoints"]
     assert report["not_checked"] == ["that it loads: the loading check ended with exit code -9"]
     assert not report["good"]
     assert note_in(entry.path) is not None
@@ -200,11 +207,10 @@ def test_pickles_that_could_not_be_looked_at_are_told_with_the_reason(tmp_path, 
     assert f"  not proved: {why}\n" in capsys.readouterr().out
 
 
-def test_a_size_on_which_a_tensor_was_left_out_is_not_noted(tmp_path, loads, capsys):
+def test_a_size_on_which_a_tensor_was_left_out_is_not_noted(tmp_path, loads, ends):
     entry = commit(tmp_path, 100)
     loads["left_out"] = ["q.weight"]
-    assert main(["verify", str(tmp_path), "--world-size", "2"]) == 0
-    out = capsys.readouterr().out
+    out = ends(0, "verify", tmp_path, "--world-size", "2").out
     assert "loads, bit for bit what was saved, but for 1 tensor" in out
     assert "not proved: q.weight load, as quantized tensors cannot be sharded" in out
     note = note_in(entry.path)
@@ -235,7 +241,7 @@ def test_damage_takes_the_note_back(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["missing", "cut", "link"])
-def test_a_newest_one_that_does_not_count_is_not_passed_over(tmp_path, harm, capsys):
+def test_a_newest_one_that_does_not_count_is_not_passed_over(tmp_path, harm, ends):
     for step in (10, 20, 30):
         commit(tmp_path, step)
     (tmp_path / "step-0000000010" / "manifest.json").unlink()  # older than the newest: for --all
@@ -247,38 +253,24 @@ def test_a_newest_one_that_does_not_count_is_not_passed_over(tmp_path, harm, cap
     else:
         newest.rename(tmp_path / "elsewhere")
         newest.symlink_to("elsewhere")
-    assert main(["verify", str(tmp_path)]) == 4
-    told = capsys.readouterr()
-    assert [line.partition(",")[0] for line in told.out.splitlines() if line.startswith("step")] == [
-        "step 30: damaged",
-        "step 20: good",
-    ]
+    told = ends(4, "verify", tmp_path)
+    verdicts = [line.partition(",")[0] for line in told.out.splitlines() if line.startswith("step")]
+    assert verdicts == ["step 30: damaged", "step 20: good"]
     assert "1 of 2 checkpoints damaged or incomplete: step 30." in told.err
-    assert main(["verify", str(tmp_path), "--json"]) == 4
-    assert [each["step"] for each in json.loads(capsys.readouterr().out)["checkpoints"]] == [30, 20]
+    assert [each["step"] for each in json.loads(ends(4, "verify", tmp_path, "--json").out)["checkpoints"]] == [30, 20]
     assert main(["verify", str(tmp_path), "--step", "20"]) == 0
     assert main(["verify", str(tmp_path), "--all"]) == 4
 
 
-def test_one_that_cannot_be_read_keeps_nobody_from_looking_at_the_others(tmp_path, monkeypatch, capsys):
-    from ckptman.catalog import catalog as catalogue
+def test_one_that_cannot_be_read_keeps_nobody_from_looking_at_the_others(tmp_path, monkeypatch, capsys, ends):
 
     for step in (10, 20, 30):
         commit(tmp_path, step)
-    real = catalogue.read_manifest
-
-    def refuse(path):
-        if path.name == "step-0000000020":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return real(path)
-
-    monkeypatch.setattr(catalogue, "read_manifest", refuse)
-    assert main(["list", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
+    _forbid(monkeypatch, catalogue, "read_manifest", "step-0000000020")
+    told = ends(0, "list", tmp_path).out
     assert "does not count: it cannot be read (Permission denied)" in told
     assert "2 complete checkpoints" in told
-    assert main(["verify", str(tmp_path), "--all"]) == 10
-    told = capsys.readouterr().out
+    told = ends(10, "verify", tmp_path, "--all").out
     assert "step 20: not proved" in told
     assert "step-0000000020 cannot be read (Permission denied): check its permissions" in told
     assert told.count(": good, ") == 2
@@ -287,19 +279,17 @@ def test_one_that_cannot_be_read_keeps_nobody_from_looking_at_the_others(tmp_pat
     for arguments in (["--step", "20"], []):  # who acts on what is the newest has to know
         assert main(["show", str(tmp_path), *arguments]) == 10
     assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 10
-    assert main(["diff", str(tmp_path)]) == 10
-    capsys.readouterr()
+    ends(10, "diff", tmp_path)
     assert main(["diff", str(tmp_path), "--steps", "10,30"]) != 10
     assert "cannot be read" not in capsys.readouterr().err
     assert len(list(tmp_path.glob("step-*"))) == 3
 
 
-def test_a_screen_is_not_flooded(tmp_path, capsys):
+def test_a_screen_is_not_flooded(tmp_path, ends):
     entry = commit(tmp_path, 100, ranks=100, rows=400)
     for path in entry.path.glob("*.distcp"):
         path.unlink()
-    assert main(["verify", str(tmp_path)]) == 4
-    lines = capsys.readouterr().out.splitlines()
+    lines = ends(4, "verify", tmp_path).out.splitlines()
     assert len(lines) == 42
     assert lines[-1] == "  and 60 more: --json lists all of them"
 
@@ -307,13 +297,8 @@ def test_a_screen_is_not_flooded(tmp_path, capsys):
 def test_a_terminal_sees_a_bar_that_goes_away(tmp_path):
     commit(tmp_path, 100)
     ours, theirs = pty.openpty()
-    ran = subprocess.run(
-        [sys.executable, "-c", "import ckptman.cli; ckptman.cli.main()", "verify", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        timeout=60,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
-    )
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    ran = run("-m", "ckptman", "verify", tmp_path, stdout=subprocess.PIPE, stderr=theirs, env=environ)
     os.close(theirs)
     drawn = os.read(ours, 65536)
     os.close(ours)
@@ -327,10 +312,9 @@ def test_a_terminal_sees_a_bar_that_goes_away(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "index.json", ".metadata", "manifest.json"])
-def test_one_changed_byte_in_any_file_is_found(name, tmp_path, capsys):
+def test_one_changed_byte_in_any_file_is_found(name, tmp_path, ends):
     flip_byte(commit(tmp_path, 100).path / name)
-    assert main(["verify", str(tmp_path), "--threads", "1"]) == 4
-    told = capsys.readouterr()
+    told = ends(4, "verify", tmp_path, "--threads", "1")
     (problem,) = told.out.splitlines()[1:]  # once, and nothing is said to be proved
     assert f"{name} does not match its digest" in problem
     assert "1 of 1 checkpoint damaged or incomplete: step 100" in told.err
@@ -364,21 +348,19 @@ def _with_a_file_elsewhere(index):
         (_with_a_file_elsewhere, "lies outside of its file"),
     ],
 )
-def test_an_index_that_lies_is_damage_though_every_byte_is_right(lie, told, tmp_path, capsys):
+def test_an_index_that_lies_is_damage_though_every_byte_is_right(lie, told, tmp_path, ends):
     entry = commit(tmp_path, 100)
     _rewrite(entry, INDEX, lie(Index.model_validate_json((entry.path / INDEX).read_bytes())))
-    assert main(["verify", str(tmp_path)]) == 4
-    assert told in capsys.readouterr().out
+    assert told in ends(4, "verify", tmp_path).out
 
 
-def test_a_chunk_table_that_is_cut_is_damage(tmp_path, capsys):
+def test_a_chunk_table_that_is_cut_is_damage(tmp_path, ends):
     entry = commit(tmp_path, 100)
     _rewrite(entry, CHUNKS, (entry.path / CHUNKS).read_bytes()[:-8])
-    assert main(["verify", str(tmp_path)]) == 4
-    assert "model.weight: its rows (2 from number 0) are not in the table" in capsys.readouterr().out
+    assert "model.weight: its rows (2 from number 0) are not in the table" in ends(4, "verify", tmp_path).out
 
 
-def test_names_from_a_checkpoint_reach_the_terminal_escaped(tmp_path, capsys):
+def test_names_from_a_checkpoint_reach_the_terminal_escaped(tmp_path, ends):
     entry = commit(tmp_path, 100)
     evil = "\x1b]0;owned\x07\u202ename"
     rows = {2: np.array([[0, 0, 64, 0, 0, 0, 4, 4]])}
@@ -386,8 +368,7 @@ def test_names_from_a_checkpoint_reach_the_terminal_escaped(tmp_path, capsys):
         _rewrite(entry, name, data)
     flip_byte(entry.path / "__0_0.distcp")
     (entry.path / "core\x1b[2J").touch()
-    assert main(["verify", str(tmp_path)]) == 4
-    told = capsys.readouterr()
+    told = ends(4, "verify", tmp_path)
     assert not {"\x1b", "\x07", "\u202e"} & set(told.out + told.err)
     assert "what lies there: \\x1b]0;owned\\x07\\u202ename" in told.out
     assert "core\\x1b[2J is not in the manifest" in told.out
@@ -396,56 +377,48 @@ def test_names_from_a_checkpoint_reach_the_terminal_escaped(tmp_path, capsys):
 # ---- what is remembered ----------------------------------------------------------------------------------------------
 
 
-def test_what_was_verified_is_listed(tmp_path, loads, capsys):
+def test_what_was_verified_is_listed(tmp_path, loads, capsys, ends):
     for step in (100, 200, 300):
         commit(tmp_path, step)
-    assert main(["list", str(tmp_path)]) == 0
-    assert "verified" not in capsys.readouterr().out
+    assert "verified" not in ends(0, "list", tmp_path).out
     assert main(["verify", str(tmp_path), "--step", "200", "--world-size", "1,2,3,4,5", "--mesh", "2x3"]) == 0
     assert main(["verify", str(tmp_path), "--step", "300", "--plan-only", "--world-size", "64,8", "--mesh", "2x4"]) == 0
     assert "  planning  onto 8 (2 x 4), 64: what each rank reads" in capsys.readouterr().out
-    assert main(["list", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ends(0, "list", tmp_path).out.splitlines()
     assert lines[0].split()[-2:] == ["verified", "state"]
     cells = [re.split(" {2,}", line.strip())[-2:] for line in lines[1:4]]
     assert cells == [["-", "complete"], ["0 s ago, on 1 2 3 4 ...", "complete"], ["plan only", "complete"]]
-    assert main(["list", str(tmp_path), "--json"]) == 0
-    found = [each["verified"] for each in json.loads(capsys.readouterr().out)["checkpoints"]]
+    found = [each["verified"] for each in json.loads(ends(0, "list", tmp_path, "--json").out)["checkpoints"]]
     assert found[0] is None
     assert (found[1]["world_sizes"], found[1]["meshes"]) == ([1, 2, 3, 4, 5], [[2, 3]])
     assert (found[2]["levels"], found[2]["plan_world_sizes"]) == (["coverage"], [8, 64])
 
 
-def test_what_was_found_damaged_is_listed_and_counts_for_nothing(tmp_path, capsys):
+def test_what_was_found_damaged_is_listed_and_counts_for_nothing(tmp_path, ends):
     for step in (10, 20, 30):
         commit(tmp_path, step)
     flip_byte(tmp_path / "step-0000000030" / "__0_0.distcp")
-    assert main(["verify", str(tmp_path)]) == 4
-    capsys.readouterr()
-    assert main(["list", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
+    ends(4, "verify", tmp_path)
+    told = ends(0, "list", tmp_path).out
     assert re.search(r"30 .*damaged: __0_0.distcp does not match its digest", told)
     assert "2 complete checkpoints" in told
     assert "the newest is of step 20. 1 does not count." in told
     assert "verified" not in told
-    assert main(["show", str(tmp_path)]) == 0
-    assert re.search(r"verified +-\n +damaged +__0_0.distcp does not match its digest", capsys.readouterr().out)
+    assert re.search(r"verified +-\n +damaged +__0_0.distcp does not match its digest", ends(0, "show", tmp_path).out)
     (tmp_path / "step-0000000040").mkdir()
-    assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
-    told = capsys.readouterr().out
+    told = ends(0, "prune", tmp_path, "--keep-last", "1").out
     assert re.search(r"ignore +step 30 .*it does not count: damaged: __0_0.distcp does not match", told)
     assert re.search(r"ignore +step 40 +- +it does not count: it has no manifest.json", told)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-00000000{step}" for step in (20, 30, 40)]
 
 
-def test_a_folder_that_cannot_be_written_is_verified_all_the_same(tmp_path, monkeypatch, capsys):
+def test_a_folder_that_cannot_be_written_is_verified_all_the_same(tmp_path, monkeypatch, capsys, ends):
     def refuse(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     entry = commit(tmp_path, 100)
     monkeypatch.setattr(Disk, "replace_file", refuse)
-    assert main(["verify", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = ends(0, "verify", tmp_path).out
     assert "  remark: that it was verified could not be noted: " in out
     assert "Read-only file system" in out
     assert note_in(entry.path) is None
@@ -481,23 +454,20 @@ def meanwhile(monkeypatch):
     return waiting.append
 
 
-def test_what_is_deleted_meanwhile_is_gone_and_not_damaged(tmp_path, loads, meanwhile, capsys):
+def test_what_is_deleted_meanwhile_is_gone_and_not_damaged(tmp_path, loads, meanwhile, ends):
     entry = commit(tmp_path, 100)
     commit(tmp_path, 200)
     meanwhile(lambda: shutil.rmtree(entry.path))
-    assert main(["verify", str(tmp_path), "--all"]) == 0
-    out = capsys.readouterr().out
+    out = ends(0, "verify", tmp_path, "--all").out
     assert "step 100: not checked, it was deleted while it was verified\n" in out
     assert "step 200: good" in out
     entry = commit(tmp_path, 300)
     meanwhile(lambda: shutil.rmtree(entry.path))
-    assert main(["verify", str(tmp_path)]) == 3
-    assert "step 300: it was deleted while it was verified" in capsys.readouterr().err
+    assert "step 300: it was deleted while it was verified" in ends(3, "verify", tmp_path).err
     commit(tmp_path, 300)
     loads["problems"] = {2: ["rank 0 of 2: __0_0.distcp is missing"]}
     loads["meanwhile"] = lambda: shutil.rmtree(entry.path)
-    assert main(["verify", str(tmp_path), "--world-size", "2"]) == 3
-    told = capsys.readouterr().out
+    told = ends(3, "verify", tmp_path, "--world-size", "2").out
     assert "is missing" not in told
     assert "it was deleted while it was verified" in told
 
@@ -512,7 +482,7 @@ def test_what_cannot_be_looked_at_any_more_is_not_gone(tmp_path, meanwhile, monk
     assert "step 100: not checked, its manifest cannot be read any more (Stale file handle)" in capsys.readouterr().out
 
 
-def test_a_step_that_is_saved_again_meanwhile_is_not_noted(tmp_path, meanwhile, capsys):
+def test_a_step_that_is_saved_again_meanwhile_is_not_noted(tmp_path, meanwhile, ends):
     entry = commit(tmp_path, 100)
 
     def again():
@@ -520,27 +490,16 @@ def test_a_step_that_is_saved_again_meanwhile_is_not_noted(tmp_path, meanwhile, 
         commit(tmp_path, 100, sequence=9)
 
     meanwhile(again)
-    assert main(["verify", str(tmp_path)]) == 3
-    assert "its files changed while it was verified" in capsys.readouterr().out
+    assert "its files changed while it was verified" in ends(3, "verify", tmp_path).out
     assert not (entry.path / "verified.json").exists()
 
 
-def test_what_may_not_be_read_is_not_damaged_and_hides_no_damage(tmp_path, monkeypatch, capsys):
-    from ckptman.io import file_reader
-
-    real = file_reader.open_regular
-
-    def refuse(path, **_):
-        if path.name == "__1_0.distcp":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return real(path)
+def test_what_may_not_be_read_is_not_damaged_and_hides_no_damage(tmp_path, monkeypatch, ends):
 
     entry = commit(tmp_path, 100)
     assert main(["verify", str(tmp_path)]) == 0
-    monkeypatch.setattr(file_reader, "open_regular", refuse)
-    capsys.readouterr()
-    assert main(["verify", str(tmp_path)]) == 10
-    told = capsys.readouterr()
+    _forbid(monkeypatch, file_reader, "open_regular", "__1_0.distcp")
+    told = ends(10, "verify", tmp_path)
     assert told.out.startswith("step 100: not proved, ")
     assert "  not proved: __1_0.distcp cannot be read: Permission denied\n" in told.out
     assert "1 of 1 checkpoint could not be read, or not tried: step 100." in told.err

@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptman
-from ckptman.cli.app import main
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.state.file_layout import frame_of
 from ckptman.verify import foreign_check
@@ -57,16 +56,14 @@ def _flip(path, place):
 
 
 @pytest.mark.slow
-def test_what_is_whole_is_proved_as_far_as_it_goes(plain, capsys):
-    assert main(["verify", str(plain)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_what_is_whole_is_proved_as_far_as_it_goes(plain, ends):
+    lines = ends(0, "verify", plain).out.splitlines()
     assert lines[0].startswith(f"{plain}: written by plain DCP, without digests: ")
     assert "KiB match their checksums; 2 files, " in lines[0]
     assert lines[0].endswith("; 3 tensors, all complete")
     assert "  digests   plain DCP keeps none; only what has a checksum of torch.save was compared" in lines
     assert "  digests   every byte of every file is the byte that was saved" not in lines
-    assert main(["verify", str(plain), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    (found,) = json.loads(ends(0, "verify", plain, "--json").out)["checkpoints"]
     assert (found["good"], found["digests"], found["levels"], found["remarks"]) == (True, False, ["coverage"], [])
     assert found["checked_bytes"] >= 120_000
     assert not list(plain.glob("verified.json"))
@@ -82,7 +79,7 @@ def test_what_is_whole_is_proved_as_far_as_it_goes(plain, capsys):
         ("pickled", "asks for"),
     ],
 )
-def test_files_that_are_not_what_they_were_are_damage(harm, told, folder, capsys):
+def test_files_that_are_not_what_they_were_are_damage(harm, told, folder, ends):
     path, offset, payload = _place(folder, "model.weight")
     data = path.read_bytes()
     if harm == "flipped":
@@ -95,8 +92,7 @@ def test_files_that_are_not_what_they_were_are_damage(harm, told, folder, capsys
         path.write_bytes(data[:offset] + bytes(len(data) - offset))
     else:
         (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    assert main(["verify", str(folder)]) == 4
-    printed = capsys.readouterr()
+    printed = ends(4, "verify", folder)
     assert told in printed.out
     assert f"1 of 1 checkpoint damaged or incomplete: {folder}" in printed.err
     assert "ckptman verify" not in printed.out + printed.err, "a remedy that does not help here"
@@ -138,11 +134,10 @@ def bare(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_checksums_that_is_said(bare, capsys):
+def test_without_checksums_that_is_said(bare, ends):
     path = bare / "__0_0.distcp"
     _flip(path, path.read_bytes().index(STATE["model"]["weight"].numpy().tobytes()))
-    assert main(["verify", str(bare)]) == 0
-    out = capsys.readouterr().out
+    out = ends(0, "verify", bare).out
     elements = "120,018 of 120,018 bytes of the elements of tensors"
     assert f"  remark: not proved: {elements} have no checksum: changed ones cannot be found there\n" in out
     assert "bytes of descriptions and plain values have no checksum: changed ones cannot be found there" in out
@@ -203,12 +198,11 @@ def test_only_what_the_disk_cannot_read_is_damage(code, damaged, folder, monkeyp
     assert found.checked_bytes == 0
 
 
-def test_one_that_may_not_be_read_is_not_proved(folder, monkeypatch, capsys):
+def test_one_that_may_not_be_read_is_not_proved(folder, monkeypatch, ends):
     def refuse(path, *_, **more):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     monkeypatch.setattr("ckptman.loading.restricted_unpickler.read_regular", refuse)
-    assert main(["verify", str(folder), "--json"]) == 10
-    (report,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    (report,) = json.loads(ends(10, "verify", folder, "--json").out)["checkpoints"]
     assert not report["good"]
     assert "Permission denied" in report["not_checked"][0]

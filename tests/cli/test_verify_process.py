@@ -47,9 +47,8 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_what_was_saved_loads_on_other_world_sizes(saved, capsys):
-    assert main(["verify", str(saved / "root"), "--world-size", "1,3", "--mesh", "2x3"]) == 0
-    told = capsys.readouterr()
+def test_what_was_saved_loads_on_other_world_sizes(saved, ends):
+    told = ends(0, "verify", saved / "root", "--world-size", "1,3", "--mesh", "2x3")
     assert [line.strip() for line in told.out.splitlines()[1:4]] == [
         "on 1 process: loads, bit for bit what was saved",
         "on 3 processes: loads, bit for bit what was saved",
@@ -59,20 +58,17 @@ def test_what_was_saved_loads_on_other_world_sizes(saved, capsys):
 
 
 @pytest.mark.slow
-def test_plain_dcp_is_compared_though_it_has_no_digests(saved, capsys):
-    assert main(["verify", str(saved / "plain")]) == 0
-    assert "written by plain DCP, without digests: " in capsys.readouterr().out
-    assert main(["verify", str(saved / "plain"), "--world-size", "2", "--json"]) == 0
-    (report,) = json.loads(capsys.readouterr().out)["checkpoints"]
+def test_plain_dcp_is_compared_though_it_has_no_digests(saved, ends):
+    assert "written by plain DCP, without digests: " in ends(0, "verify", saved / "plain").out
+    (report,) = json.loads(ends(0, "verify", saved / "plain", "--world-size", "2", "--json").out)["checkpoints"]
     assert (report["good"], report["digests"], report["world_sizes"]) == (True, False, {"2": []})
-    assert main(["show", str(saved / "plain")]) == 0
-    out = capsys.readouterr().out
+    out = ends(0, "show", saved / "plain").out
     assert "model.0.weight  [7, 5]  float32  2 shards along dim 0" in out
     assert "1 plain value: epoch" in out
 
 
 @pytest.mark.slow
-def test_a_lie_about_the_dtype_does_not_load(saved, tmp_path, capsys):
+def test_a_lie_about_the_dtype_does_not_load(saved, tmp_path, ends):
     from ckptman.catalog.catalog import Catalog
     from ckptman.format.index import Index
     from ckptman.format.manifest import FileRecord
@@ -88,8 +84,7 @@ def test_a_lie_about_the_dtype_does_not_load(saved, tmp_path, capsys):
     (entry.path / INDEX).write_bytes(data)
     files = {**manifest.files, INDEX: FileRecord(bytes=len(data), digest=digest_bytes(data))}
     (entry.path / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).to_json())
-    assert main(["verify", str(tmp_path / "root"), "--world-size", "2"]) == 7
-    told = capsys.readouterr()
+    told = ends(7, "verify", tmp_path / "root", "--world-size", "2")
     assert "rank 0 of 2: model.0.bias: " in told.out
     assert "instead of torch.float64" in told.out
     assert told.err == "Error: step 1 does not load on 2 processes as it was saved: see the lines above\n"

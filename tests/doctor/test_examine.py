@@ -16,7 +16,7 @@ from ckptman.doctor import examine as checks
 from ckptman.doctor import filesystem_checks, mount, renames
 from ckptman.doctor.examine import LEAST_BYTES, bill, examine
 from ckptman.doctor.finding import Finding
-from ckptman.errors import BusyError, NotFoundError, RootError
+from ckptman.errors import BusyError
 from ckptman.io.durable_files import DISK
 from ckptman.runtime.deadline import run_command
 from tests.doctor.test_mount import LFS, TABLE, Commands
@@ -329,15 +329,6 @@ def test_what_a_doctor_that_was_killed_left_is_told(tmp_path):
     found = quick(tmp_path)["writable"]
     assert (found.verdict, left.name in found.value) == ("warning", True)
     assert left.is_dir(), "it may be at work right now"
-
-
-def test_a_folder_that_is_not_there_and_a_file(tmp_path):
-    with pytest.raises(NotFoundError, match="there is no folder"):
-        examine(tmp_path / "nowhere")
-    (tmp_path / "file").touch()
-    with pytest.raises(RootError, match="is a file, not a folder"):
-        examine(tmp_path / "file")
-    assert not (tmp_path / "nowhere").exists()
 
 
 def test_commands_that_hang_or_fail_are_no_trouble():
