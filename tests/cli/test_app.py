@@ -10,89 +10,15 @@ import pytest
 import typer
 
 from ckptman import __version__
-from ckptman.cli.app import _VERBS, main, make_app
+from ckptman.cli.app import _VERBS, make_app
+from tests.cli.test_json import GOLDEN
+from tests.cli.test_plan import CONFIG
 from tests.helpers.checkpoints import commit
+from tests.helpers.journals import make_root
+from tests.helpers.node_memory import nodes_with
+from tests.monitoring.invented_run import invented
 
-VERBS = {
-    "list": ["ROOT", "--json"],
-    "path": ["ROOT", "--latest", "--best", "--step", "--max"],
-    "show": ["PATH", "--step", "--json"],
-    "verify": [
-        *("PATH", "--step", "--all", "--world-size", "--mesh", "--plan-only"),
-        *("--bandwidth", "--rank-bandwidth", "--allow", "--threads", "--json"),
-    ],
-    "diff": ["A", "B", "--steps", "--only", "--top", "--all", "--read", "--json"],
-    "copy": ["SRC", "DST", "--step", "--all", "--limit", "--threads", "--overwrite", "--json"],
-    "adopt": ["PATH", "--step", "--keep-name", "--json"],
-    "export": [
-        *("PATH", "OUT", "--step", "--format", "--only", "--all", "--exclude", "--dtype", "--max-shard-size"),
-        *("--strip", "--rename", "--tied", "--config", "--overwrite", "--json"),
-    ],
-    "drain": [
-        *("ROOT", "--to", "--every", "--follow", "--poll", "--limit", "--threads", "--dry-run", "--json"),
-    ],
-    "memory list": ["--path", "--json"],
-    "memory flush": ["ROOT", "--nodes", "--timeout", "--path", "--json"],
-    "memory clear": ["[ROOT]", "--all-dead", "--path"],
-    "doctor": ["DIR", "--size", "--against", "--timeout", "--json"],
-    "probe loader": [
-        *("[MODULE:FUNCTION]", "--config", "--set", "--world-size", "--workers", "--batch-size", "--seconds"),
-        *("--timeout", "--data", "--root", "--steps-per-second", "--batches-per-step", "--ranks-per-node", "--json"),
-    ],
-    "prune": [
-        *("ROOT", "--keep-last", "--keep-every", "--keep-best", "--keep-within", "--keep-hourly", "--keep-daily"),
-        *("--keep-weekly", "--keep-monthly", "--keep-steps", "--max-bytes", "--max-percent", "--leftovers"),
-        *("--dry-run", "--jobs", "--files-per-second", "--json"),
-    ],
-    "pin": ["PATH", "--why", "--step"],
-    "unpin": ["PATH", "--step"],
-    "plan": [
-        *("--params", "--config", "--set", "--model", "--dtype", "--moments", "--moment-dtype", "--nodes", "--gpus"),
-        *("--shard", "--sequence", "--micro-batch", "--vocab", "--dim", "--layers", "--gpu-memory", "--tier"),
-        *("--staging", "--blocking", "--init", "--factor", "--mtbf", "--rate", "--length", "--step", "--notice"),
-        *("--queue", "--memory", "--memory-interval", "--copies", "--exchange", "--host-memory"),
-        *("--restart-in-place", "--survived"),
-        *("--keep-last", "--keep-every", "--keep-best", "--keep-within", "--keep-hourly", "--keep-daily"),
-        *("--keep-weekly", "--keep-monthly", "--keep-steps", "--max-bytes", "--explain", "--json"),
-    ],
-    "simulate": [
-        *("--stall", "--save", "--restart", "--mtbf", "--gpus", "--rate", "--trace", "--length", "--runs", "--seed"),
-        *("--interval", "--memory", "--memory-interval", "--memory-save", "--restart-in-place", "--survived"),
-        *("--svg", "--json"),
-    ],
-    "status": ["ROOT...", "--watch", "--every", "--no-slurm", "--json"],
-    "report": ["ROOT...", "--html", "--no-slurm", "--json"],
-    "rollback": ["ROOT", "--to-step", "--why", "--undo", "--dry-run", "--json"],
-    "template": ["[NAME]", "--output", "--set", "--config", "--list", "--force", "--json"],
-    "submit": [
-        *("SCRIPT [ARGUMENTS]", "--scheduler", "--max-attempts", "--max-walltime", "--until", "--crash-limit"),
-        *("--stall-limit", "--requeue", "--upfront", "--first", "--sbatch", "--chain-dir", "--another", "--dry-run"),
-    ],
-    "chain list": ["[DIR]", "--json"],
-    "chain show": ["[CHAIN]", "--times", "--json"],
-    "chain logs": ["[CHAIN]", "--follow", "--attempt", "--lines"],
-    "chain cancel": ["[CHAIN]"],
-    "chain pause": ["[CHAIN]"],
-    "chain resume": ["[CHAIN]"],
-}
-
-WITHOUT_TORCH = """
-import sys
-from ckptman.cli.app import main
-root = sys.argv[1]
-light = (
-    ["--version"],
-    ["list", root],
-    ["path", root, "--best", "loss"],
-    ["memory", "list", "--path", root],
-    ["prune", root, "--keep-last", "1", "--dry-run"],
-    ["submit", "--scheduler", "local", "--chain-dir", root + "/chain", "--", "true"],
-)
-with_tensors = (["show", root], ["verify", root, "--all"], ["copy", root, root + "-copy"])
-for runs in (light, with_tensors):
-    codes = [main(run) for run in runs]
-    print(codes, sorted({"torch", "numpy", "rich", "pandas"} & set(sys.modules)), file=sys.stderr)
-"""
+VERBS = GOLDEN["verbs and options"]
 
 
 def test_verbs_and_options_are_those_that_users_hold():
@@ -110,25 +36,22 @@ def test_verbs_and_options_are_those_that_users_hold():
     assert found == VERBS
 
 
-def test_every_verb_explains_itself(capsys):
+def test_every_verb_explains_itself(ends):
     for verb in VERBS:
-        assert main([*verb.split(), "--help"]) == 0
-        assert f"Usage: ckptman {verb}" in capsys.readouterr().out
+        assert f"Usage: ckptman {verb}" in ends(0, *verb.split(), "--help").out
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
-def test_help_fits_the_terminal_and_is_whole(columns, capsys, monkeypatch):
+def test_help_fits_the_terminal_and_is_whole(columns, ends, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     for arguments in ([], *(verb.split() for verb in VERBS), ["chain"], ["memory"]):
-        assert main([*arguments, "--help"]) == 0
-        told = capsys.readouterr().out
+        told = ends(0, *arguments, "--help").out
         assert max(map(len, told.splitlines())) <= columns
         assert not re.search(r"[a-z]\.\.\.$", told, re.MULTILINE)
 
 
-def test_help_groups_the_verbs_and_imports_none_of_them(capsys):
-    assert main(["--help"]) == 0
-    told = capsys.readouterr().out
+def test_help_groups_the_verbs_and_imports_none_of_them(ends):
+    told = ends(0, "--help").out
     assert re.findall(r"^(\w+):$", told, re.MULTILINE) == ["Look", "Prove", "Keep", "Move", "Plan", "Run", "Options"]
     assert re.findall(r"^  ([a-z]+) ", told, re.MULTILINE) == list(_VERBS)
     listed = subprocess.run(
@@ -148,7 +71,7 @@ COMPLETIONS = [
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 @pytest.mark.parametrize(("typed", "found"), COMPLETIONS)
-def test_a_shell_is_told_what_may_follow(shell, typed, found, capsys, monkeypatch):
+def test_a_shell_is_told_what_may_follow(shell, typed, found, ends, monkeypatch):
     monkeypatch.setenv("_CKPTMAN_COMPLETE", f"complete_{shell}")
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
     monkeypatch.setenv("COLUMNS", "80")
@@ -157,8 +80,7 @@ def test_a_shell_is_told_what_may_follow(shell, typed, found, capsys, monkeypatc
         monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
     else:
         monkeypatch.setenv("_TYPER_COMPLETE_ARGS", typed)
-    assert main([]) == 0
-    told = capsys.readouterr().out.strip()
+    told = ends(0).out.strip()
     assert re.findall(r'\(\("([^"]+)"' if shell == "zsh" else r"(?m)^(\S+)", told) == found
 
 
@@ -182,48 +104,40 @@ def test_completion_works_in_bash(tmp_path):
     assert ran.stdout == "--leftovers\n", ran.stderr
 
 
-def test_a_misspelt_verb_or_option_gets_a_suggestion(capsys):
-    assert main(["lst", "."]) == 2
-    assert "Did you mean 'list'?" in capsys.readouterr().err
-    assert main(["prune", ".", "--keep-lst", "3"]) == 2
-    assert "--keep-last" in capsys.readouterr().err
+def test_version_is_that_of_the_package(ends):
+    assert ends(0, "--version").out == f"ckptman {__version__}\n"
 
 
-def test_version_is_that_of_the_package(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"ckptman {__version__}\n"
+WITHOUT_TORCH = """
+import sys
+from ckptman.cli.app import main
+codes = [main(command.split()) for command in sys.argv[1:]]
+print(codes, sorted({"torch", "numpy", "rich", "pandas"} & set(sys.modules)), file=sys.stderr)
+"""
+LIGHT = [
+    *("--version", "list root", "path root --best loss", "memory list --path .", "prune root --keep-last 1 --dry-run"),
+    *("submit --scheduler local --chain-dir chain -- true", "status root --no-slurm", "report root --no-slurm"),
+    *("plan --params 7B --memory --json", "simulate --mtbf 5h --runs 2 --memory --json"),
+    *("doctor --timeout 60 --json", "doctor root --size 1MiB"),
+]
+WITH_NUMPY = [
+    *("show root", "verify root --all", "copy root copy", "memory flush root --path shm", "plan --config run.toml"),
+    "report root --no-slurm --html page.html",
+]
+"""The chunk table, which tells where tensors lie, is an array."""
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["list"],
-        ["list", ".", "--wat"],
-        ["lst", "."],
-        ["show", ".", "--step", "many"],
-        ["prune", ".", "--keep-last"],
-        ["submit", "--scheduler", "local"],
-        ["submit"],
-        ["chain", "wat"],
-        ["memory", "wat"],
-    ],
-)
-def test_wrong_usage_is_2_and_says_what_is_wrong(arguments, capsys):
-    assert main(arguments) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "Error: " in told.err
-    assert "Traceback" not in told.err
-
-
-def test_looking_needs_no_torch_and_no_rich(tmp_path):
-    commit(tmp_path, 1)
-    commit(tmp_path, 2, metrics={"loss": 1.0})
-    ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
-    )
-    # The chunk table, which tells where tensors lie, is an array; what looks at no tensors needs no NumPy either.
-    assert ran.stderr == "[0, 0, 0, 0, 0, 0] []\n[0, 0, 0] ['numpy']\n"
+@pytest.mark.parametrize(("commands", "loaded"), [(LIGHT, []), (WITH_NUMPY, ["numpy"])], ids=["light", "with NumPy"])
+def test_looking_needs_no_torch_and_no_rich(commands, loaded, tmp_path):
+    run = invented(5)
+    make_root(tmp_path / "root", run.events, [1])
+    commit(tmp_path / "root", 2, metrics={"loss": 1.0})
+    nodes_with(tmp_path, 120, {"a": range(4)})
+    (tmp_path / "run.toml").write_text(CONFIG)
+    environ = {**os.environ, "SLURMD_NODENAME": "a", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", WITHOUT_TORCH, *commands]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environ)
+    assert ran.stderr.splitlines()[-1] == f"{[0] * len(commands)} {loaded}", ran.stderr
 
 
 def test_the_table_of_the_docs_is_that_of_the_help():

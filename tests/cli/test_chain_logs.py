@@ -3,9 +3,7 @@
 import json
 import os
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -14,6 +12,7 @@ import pytest
 from ckptman.cli import chain_logs
 from ckptman.cli.app import main
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, Spec
+from tests.helpers.forkserver import run
 
 
 class Scene:
@@ -23,31 +22,15 @@ class Scene:
         self.log = folder / "out.log"
         (folder / "chain").mkdir()
         own = psutil.Process()
-        spec = Spec(
-            scheduler="local",
-            host=socket.gethostname(),
-            pid=own.pid,
-            pid_started=own.create_time(),
-            script="train",
-            interpreter=(),
-            workdir=str(folder),
-            created_seconds=1.0,
-        )
-        self.chain = Chain.create_local(folder / "chain", spec)
+        process = {"host": socket.gethostname(), "pid": own.pid, "pid_started": own.create_time()}
+        command = {"script": "train", "interpreter": (), "workdir": str(folder), "created_seconds": 1.0}
+        self.chain = Chain.create_local(folder / "chain", Spec(scheduler="local", **process, **command))
 
     def begin(self, number, log=None):
         path = log or self.log
         size = path.stat().st_size if path.exists() else 0
-        facts = {
-            "number": number,
-            "job": 0,
-            "job_id": "",
-            "restart": 0,
-            "nodes": "n",
-            "host": "n",
-            "begun_seconds": 1.0,
-        }
-        self.chain.begin(AttemptRecord(**facts, log=str(path), log_begin=size))
+        facts = {"number": number, "job": 0, "job_id": "", "restart": 0, "nodes": "n", "host": "n"}
+        self.chain.begin(AttemptRecord(**facts, begun_seconds=1.0, log=str(path), log_begin=size))
 
     def print(self, text):
         with self.log.open("ab") as file:
@@ -64,9 +47,6 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path):
     return Scene(tmp_path)
-
-
-Follow = Callable[[Iterator[object]], tuple[int, list[str], str]]
 
 
 @pytest.fixture
@@ -132,39 +112,34 @@ def test_a_log_may_come_late_be_rotated_be_cut_and_be_removed(scene, follow):
     assert error == f"{scene.log} is not there yet\n"
 
 
-def test_what_a_terminal_would_obey_is_shown(scene, capsys):
+def test_what_a_terminal_would_obey_is_shown(scene, ends):
     scene.begin(1)
     scene.print(b"\x1b[31mred\x1b[0m\tx\n 10%\r 90%\r\n\xff\x00\x1b]0;title\x07\n" + b"y" * 200_000)
-    assert main(["chain", "logs", str(scene.chain.folder)]) == 0
-    told = capsys.readouterr().out.splitlines()
+    told = ends(0, "chain", "logs", scene.chain.folder).out.splitlines()
     assert told[1:4] == ["red     x", " 90%", "\ufffd\\x00\\x1b]0;title\\x07"]
     assert sum(map(len, told[4:])) == 200_000
 
 
-def test_without_follow_the_last_lines_of_one_attempt(scene, capsys):
+def test_without_follow_the_last_lines_of_one_attempt(scene, capsys, ends):
     for number in (1, 2):
         scene.begin(number)
         scene.print("".join(f"{number}-{line}\n" for line in range(20_000)))
         scene.end(number)
     logs = ["chain", "logs", str(scene.chain.folder), "--lines"]
-    assert main([*logs, "2"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["2-19998", "2-19999"]
-    assert main([*logs, "30000", "--attempt", "1"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [f"1-{line}" for line in range(20_000)]
+    assert ends(0, *logs, "2").out.splitlines()[1:] == ["2-19998", "2-19999"]
+    assert ends(0, *logs, "30000", "--attempt", "1").out.splitlines()[1:] == [f"1-{line}" for line in range(20_000)]
     scene.log.unlink()
     assert main(logs[:-1]) == 3
     assert "is not there: was it moved?" in capsys.readouterr().err
-    assert main([*logs, "2", "--attempt", "3"]) == 3
-    assert "has no attempt 3: it has 2 attempts" in capsys.readouterr().err
+    assert "has no attempt 3: it has 2 attempts" in ends(3, *logs, "2", "--attempt", "3").err
 
 
-def test_no_file_no_process_and_ctrl_c_are_told_in_a_line(scene, follow, capsys, monkeypatch):
+def test_no_file_no_process_and_ctrl_c_are_told_in_a_line(scene, follow, ends, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
         yield
 
-    assert main(["chain", "logs", str(scene.chain.folder)]) == 3
-    assert "no attempt has begun yet" in capsys.readouterr().err
+    assert "no attempt has begun yet" in ends(3, "chain", "logs", scene.chain.folder).err
     assert follow(interrupted())[0] == 130
     scene.begin(1, Path("/dev/null"))
     assert follow(iter(()))[0] == 2
@@ -175,33 +150,24 @@ def test_no_file_no_process_and_ctrl_c_are_told_in_a_line(scene, follow, capsys,
     code, told, error = follow(iter(()))
     assert (code, told[1:], error.count("\n")) == (3, ["last words"], 1)
     assert f"process {gone.pid}, which ran the chain, is gone" in error
-    assert main(["chain", "show", str(scene.chain.folder)]) == 0
-    assert f"process {gone.pid}, which ran it, is gone" in capsys.readouterr().out
+    assert f"process {gone.pid}, which ran it, is gone" in ends(0, "chain", "show", scene.chain.folder).out
 
 
-def test_a_chain_of_this_machine_is_shown_and_not_for_slurm(tmp_path, monkeypatch, capsys):
+def test_a_chain_of_this_machine_is_shown_and_not_for_slurm(tmp_path, monkeypatch, ends):
     monkeypatch.chdir(tmp_path)
-    program = (
-        "import os, sys; n = os.environ['CKPTMAN_ATTEMPT']; print('attempt', n, flush=True); sys.exit(75 * (n == '1'))"
-    )
+    program = "import os, sys; n = os.environ['CKPTMAN_ATTEMPT']; print('attempt', n); sys.exit(75 * (n == '1'))"
     with open("out.log", "w") as log:
-        command = [sys.executable, "-m", "ckptman", "submit", "--scheduler", "local", "--"]
-        ran = subprocess.run([*command, sys.executable, "-S", "-c", program], stdout=log, timeout=60)
-    assert ran.returncode == 0
-    assert main(["chain", "list"]) == 0
-    told = capsys.readouterr().out.splitlines()[1]
+        command = ["submit", "--scheduler", "local", "--", sys.executable, "-S", "-c", program]
+        run("-m", "ckptman", *command, stdout=log, check=True)
+    told = ends(0, "chain", "list").out.splitlines()[1]
     assert told.split()[-2:] == ["local", "finished"]
-    assert main(["chain", "show", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = json.loads(ends(0, "chain", "show", "--json").out)
     assert (shown["scheduler"], shown["state"], shown["queue"]) == ("local", "finished", [])
     assert [each["end"]["ending"] for each in shown["attempts"]] == ["stopped", "finished"]
-    assert main(["chain", "show"]) == 0
-    assert "finished: exit code 0" in capsys.readouterr().out
-    assert main(["chain", "logs", "-f"]) == 0
-    told_lines = capsys.readouterr().out.splitlines()
+    assert "finished: exit code 0" in ends(0, "chain", "show").out
+    told_lines = ends(0, "chain", "logs", "-f").out.splitlines()
     assert told_lines[1:3] == ["attempt 2", "ckptman: attempt 2 finished: exit code 0"]
     for verb in ("pause", "resume", "cancel"):
-        assert main(["chain", verb]) == 2
-        assert "is not a chain of Slurm jobs" in capsys.readouterr().err
+        assert "is not a chain of Slurm jobs" in ends(2, "chain", verb).err
     folder = next(Path("ckptman-chains").iterdir())
     assert main(["submit", "--scheduler", "local", "--chain-dir", str(folder), "--", "true"]) == 0

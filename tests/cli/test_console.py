@@ -1,8 +1,9 @@
-"""Tables on terminals of any width, and where there is none."""
+"""Tables on terminals of any width, and where there is none; sizes and ages."""
 
 import pytest
 
 from ckptman.cli import console
+from ckptman.cli.console import age, plain, size, table
 
 HEADERS = ("step", "root", "size", "state")
 ROWS = [
@@ -51,5 +52,24 @@ def test_colours_take_no_room(monkeypatch):
     assert told[2] == "longer  y  good"
 
 
-def test_no_rows_and_no_headers_are_no_lines():
-    assert console.table((), []) == []
+def test_tables_align_and_end_without_blanks():
+    assert table(("n", "what"), [("1", "x"), ("200", "longer")], right="n") == ["  n  what", "  1  x", "200  longer"]
+    assert table((), []) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 * 2**40, "5.0 TiB"), (2**60, "1024.0 PiB")]
+)
+def test_sizes(count, text):
+    assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-5.0, "0 s"), (99.0, "99 s"), (300.0, "5 min"), (7200.0, "2 h"), (86400.0 * 12, "12 d")]
+)
+def test_ages(seconds, text):
+    assert age(seconds) == text
+
+
+def test_plain_leaves_text_of_all_languages_as_it_is():
+    assert plain("épo­que 損失 [bold]") == "épo­que 損失 [bold]"

@@ -1,12 +1,7 @@
 """`ckptman export` and `adopt` as commands; what is hostile or odd on their way; two at a time."""
 
 import json
-import os
 import pickle
-import pty
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +15,6 @@ from ckptman.dcp.adopt import adopt
 from tests.helpers.checkpoints import flip_byte
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process")
-State = dict[str, Any]
 
 
 @pytest.fixture
@@ -38,41 +32,19 @@ def weight_in(out):
     return float(load_file(out / "model.safetensors")["weight"][0, 0])
 
 
-def test_of_a_root_it_is_the_newest_or_the_step(root, tmp_path, capsys):
-    assert main(["export", str(root), str(tmp_path / "newest")]) == 0
-    told = capsys.readouterr()
+def test_of_a_root_it_is_the_newest_or_the_step(root, tmp_path, ends):
+    told = ends(0, "export", root, tmp_path / "newest")
     assert told.out.startswith(f"{root}/step-0000000002 -> {tmp_path}/newest: 2 tensors, 2.4 KiB in 1 file\n")
     assert told.err == ""
-    assert main(["export", str(root), str(tmp_path / "first"), "--step", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["checkpoint"], found["path"]) == (f"{root}/step-0000000001", f"{tmp_path}/first")
-    assert (found["format"], found["tensors"], found["bytes"]) == ("safetensors", 2, 2480)
+    found = json.loads(ends(0, "export", root, tmp_path / "first", "--step", "1", "--json").out)
+    facts = [found[each] for each in ("checkpoint", "path", "format", "tensors", "bytes")]
+    assert facts == [f"{root}/step-0000000001", f"{tmp_path}/first", "safetensors", 2, 2480]
     assert (weight_in(tmp_path / "newest"), weight_in(tmp_path / "first")) == (2.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "told"),
-    [
-        (["--step", "9"], 3, "no checkpoint of step 9"),
-        (["--max-shard-size", "5"], 2, "has no unit"),
-        (["--max-shard-size", "many"], 2, "a size such as"),
-        (["--rename", "weight"], 2, "two names with = between them"),
-        (["--tied", "=weight"], 2, "two names with = between them"),
-        (["--format", "gguf"], 2, "one of safetensors, torch, dcp"),
-        (["--dtype", "float7"], 2, "cast to one of"),
-        (["--only", "epoch"], 2, "there is no tensor"),
-    ],
-)
-def test_wrong_usage_is_told_and_leaves_nothing(options, code, told, root, tmp_path, capsys):
-    assert main(["export", str(root), str(tmp_path / "out"), *options]) == code
-    assert told in capsys.readouterr().err
-    assert not list(tmp_path.glob("out*"))
-
-
-def test_damage_is_4_and_names_the_tensor(root, tmp_path, capsys):
+def test_damage_is_4_and_names_the_tensor(root, tmp_path, ends):
     flip_byte(root / "step-0000000002" / "__0_0.distcp")
-    assert main(["export", str(root), str(tmp_path / "out")]) == 4
-    told = capsys.readouterr().err
+    told = ends(4, "export", root, tmp_path / "out").err
     assert "__0_0.distcp" in told
     assert "bias" in told or "weight" in told
     (root / "step-0000000002" / "__0_0.distcp").unlink()
@@ -80,24 +52,13 @@ def test_damage_is_4_and_names_the_tensor(root, tmp_path, capsys):
     assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.slow
-def test_on_a_terminal_there_is_a_bar_and_what_is_told_is_the_same(root, tmp_path):
-    ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "ckptman", "export", str(root), str(tmp_path / "out")]
-    ran = subprocess.run(words, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60)
-    os.close(theirs)
-    os.close(ours)
-    assert (ran.returncode, ran.stdout.count("\n")) == (0, 1)
-
-
-def test_names_that_a_terminal_would_obey_are_escaped(tmp_path, capsys):
+def test_names_that_a_terminal_would_obey_are_escaped(tmp_path, ends):
     dcp.save({"a\x1b[2J": torch.ones(2), "b": torch.ones(2, dtype=torch.complex128)}, checkpoint_id=tmp_path / "step-1")
-    for options in ([], ["--rename", "b=c"], ["--tied", "x=a\x1b"], ["--only", "\x1b"]):
-        assert main(["export", str(tmp_path / "step-1"), str(tmp_path / "out"), *options]) == 2
-    assert main(["export", str(tmp_path / "step-1"), str(tmp_path / "o\x1but"), "--format", "torch"]) == 0
-    assert main(["adopt", str(tmp_path / "step-1")]) == 0
-    told = capsys.readouterr()
-    assert "\x1b" not in told.out + told.err
+    export = ["export", tmp_path / "step-1"]
+    wrong = ([], ["--rename", "b=c"], ["--tied", "x=a\x1b"], ["--only", "\x1b"])
+    told = [ends(2, *export, tmp_path / "out", *options) for options in wrong]
+    told += [ends(0, *export, tmp_path / "o\x1but", "--format", "torch"), ends(0, "adopt", tmp_path / "step-1")]
+    assert not any("\x1b" in each.out + each.err for each in told)
 
 
 # ---- lies --------------------------------------------------------------------------------------------------------
@@ -152,56 +113,6 @@ def test_while_it_is_read_no_prune_takes_it(root, tmp_path):
     assert list(seen) == ["step-0000000001"]
     assert "in use by export" in seen["step-0000000001"]
     assert look(root).names == {}
-
-
-SLOW = """
-import sys, time
-import ckptman.exporting.export as module
-from ckptman.io.durable_files import Disk
-
-class Slow(Disk):
-    def sync_file(self, fd):
-        print("here", flush=True)
-        time.sleep(60)
-
-module.DISK = Slow()
-module.export(sys.argv[1], sys.argv[2])
-"""
-
-
-@pytest.mark.slow
-def test_killed_it_leaves_no_out_and_the_next_one_makes_it(root, tmp_path):
-    out = tmp_path / "out"
-    words = [sys.executable, "-c", SLOW, str(root / "step-0000000002"), str(out)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "here\n"
-        process.kill()
-    assert not out.exists()
-    (left,) = tmp_path.glob("out.tmp-*")
-    others = [tmp_path / "out.tmp-1-notes", tmp_path / "outer.tmp-1", tmp_path / left.name.replace("out", "other", 1)]
-    for each in others:
-        each.mkdir()
-    done = ckptman.export(root / "step-0000000002", out)
-    assert weight_in(out) == 2
-    assert sorted(done.remarks) == [
-        f"{others[0]} is of another export: remove it, unless that still runs",
-        f"{left.name}, which an export left that was killed, was removed",
-    ]
-    assert sorted(tmp_path.iterdir()) == sorted([*others, out, root])
-
-
-def test_somebody_who_makes_out_meanwhile_is_not_overwritten(root, tmp_path):
-    for format in ("safetensors", "torch"):
-        out = tmp_path / format
-
-        def begin(total_bytes, out=out):
-            out.write_text("mine")
-
-        with pytest.raises(ckptman.ExistsError):
-            ckptman.export(root / "step-0000000001", out, format, begin=begin)
-        assert out.read_text() == "mine"
-    assert not list(tmp_path.glob("*.tmp-*"))
 
 
 def test_two_adopt_the_same_folder_and_one_is_told_so(tmp_path):

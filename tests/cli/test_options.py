@@ -6,46 +6,29 @@ from ckptman.cli.options import parse_count, parse_keep_best, parse_rate, parse_
 from ckptman.errors import ConfigError
 from ckptman.policies.retention import KeepBest
 
+SIZES = {
+    "70GB": 70 * 10**9,
+    "70 gb": 70 * 10**9,
+    "1.5TiB": 3 * 2**39,
+    "256MiB": 2**28,
+    "256M": 2**28,
+    "4096": 4096,
+    "4096B": 4096,
+    "1kB": 1000,
+    "0.5KiB": 512,
+    "1PB": 10**15,
+}
 
-@pytest.mark.parametrize(
-    ("written", "size"),
-    [
-        ("70GB", 70 * 10**9),
-        ("70 gb", 70 * 10**9),
-        ("1.5TiB", 3 * 2**39),
-        ("256MiB", 2**28),
-        ("256M", 2**28),
-        ("4096", 4096),
-        ("4096B", 4096),
-        ("1kB", 1000),
-        ("0.5KiB", 512),
-        ("1PB", 10**15),
-    ],
-)
+
+@pytest.mark.parametrize(("written", "size"), SIZES.items())
 def test_sizes(written, size):
     assert parse_size("--size", written) == size
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        "",
-        " ",
-        "0",
-        "0.0GB",
-        "-1",
-        "-70GB",
-        "GB",
-        "1e9",
-        "nan",
-        "inf",
-        "70XB",
-        "1,5GB",
-        "7 0GB",
-        "9" * 30,
-        "0.1B",
-    ],
-)
+NO_SIZES = ["", " ", "0", "0.0GB", "-1", "-70GB", "GB", "1e9", "nan", "inf", "70XB", "1,5GB", "7 0GB", "9" * 30, "0.1B"]
+
+
+@pytest.mark.parametrize("written", NO_SIZES)
 def test_no_sizes(written):
     with pytest.raises(ConfigError, match="--size"):
         parse_size("--size", written)

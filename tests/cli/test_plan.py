@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +10,7 @@ import pytest
 from ckptman.cli.app import main
 from ckptman.forecast.goodput import Costs, best_interval_seconds, shares
 from ckptman.forecast.save_costs import warning_seconds
-from ckptman.format.paths import data_name, step_folder
 from ckptman.policies.intervals import daly_interval_seconds
-from ckptman.train.tokenize import tokenize
 
 SEVEN = ["plan", "--params", "7B", "--dtype", "bfloat16", "--moment-dtype", "float32", "--nodes", "4"]
 CONFIG = """
@@ -41,11 +36,6 @@ from torch import nn
 def good():
     return nn.Linear(1000, 1000)
 
-def tied():
-    model = nn.Sequential(nn.Embedding(128, 128_256), nn.Linear(128, 128_256, bias=False))
-    model[0].weight = model[1].weight
-    return model
-
 def tuned():
     model = nn.Sequential(nn.Linear(20_000, 20_000), nn.Linear(1000, 8, bias=False))
     model[0].requires_grad_(False)
@@ -53,9 +43,6 @@ def tuned():
 
 def lazy():
     return nn.Sequential(nn.LazyLinear(10), nn.Linear(10, 10))
-
-def bad():
-    raise RuntimeError("this needs a file")
 """
 
 
@@ -65,9 +52,9 @@ def planned(arguments, capsys):
     return json.loads(capsys.readouterr().out)
 
 
-def refused(arguments, capsys, code=2):
+def refused(arguments, capsys):
     capsys.readouterr()
-    assert main(arguments) == code
+    assert main(arguments) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert "Traceback" not in told.err
@@ -107,28 +94,14 @@ def test_failures_of_many_gpus_are_those_of_the_published_run(capsys):
     assert made["failures"]["mtbf_seconds"] == pytest.approx(54 * 86400 / 419)
     made = planned(["plan", "--params", "405B", "--nodes", "2048", "--rate", "rsc1"], capsys)
     assert made["failures"]["mtbf_seconds"] / 3600 == pytest.approx(1.8, abs=0.01)  # as the paper projects
-    assert "llama3, rsc1" in refused([*SEVEN, "--rate", "mars"], capsys)
 
 
-@pytest.mark.parametrize(
-    ("rules", "kept"),
-    [
-        ([], 2880),
-        (["--keep-last", "3"], 3),
-        (["--keep-last", "3", "--keep-best", "loss:2"], 5),
-        (["--keep-last", "3", "--keep-best", "accuracy:2:max"], 5),
-        (
-            ["--keep-every", "90000", "--step", "2s"],
-            14 + 1,
-        ),  # multiples in 1,296,000 steps; the newest is the last one's
-    ],
-)
+@pytest.mark.parametrize(("rules", "kept"), [([], 2880), (["--keep-last", "3", "--keep-best", "accuracy:2:max"], 5)])
 def test_disk_is_what_the_rules_keep_and_what_lies_beside_it(rules, kept, capsys):
     (tier,) = planned([*SEVEN, "--tier", "a=2GB/s", *rules], capsys)["tiers"]
-    assert (tier["saves"], tier["interval_seconds"]) == (2880, 900)
-    assert tier["kept"] == pytest.approx(kept, abs=1 if "--keep-every" in rules else 0)
+    assert (tier["saves"], tier["interval_seconds"], tier["kept"]) == (2880, 900, kept)
     # One that is being saved, the one that the run went on from, and the newest that was verified.
-    assert tier["disk_bytes"] == (tier["kept"] + 3 * bool(rules)) * 70e9
+    assert tier["disk_bytes"] == (kept + 3 * bool(rules)) * 70e9
 
 
 def test_rates_of_nodes_and_the_limit_of_a_file_system(capsys):
@@ -144,7 +117,6 @@ def test_a_folder_is_measured(tmp_path, capsys):
     assert tier["rate_bytes_per_second"]["value"] > 1e6
     assert "measured in" in tier["rate_bytes_per_second"]["source"]
     assert list(tmp_path.iterdir()) == []
-    assert "there is no folder" in refused([*SEVEN, "--tier", f"here={tmp_path}/none"], capsys, code=3)
 
 
 def test_a_configuration(tmp_path, monkeypatch, capsys):
@@ -177,26 +149,6 @@ def test_a_configuration(tmp_path, monkeypatch, capsys):
         assert f"{key}: at most " in refused([*changed, "--set=model.heads=2", "--set=model.kv_heads=1"], capsys)
     assert ", at most 100, not 10000000" in refused(["plan", "--config", "run.toml", "--moments", "10000000"], capsys)
     assert "is in the configuration" in refused(["plan", "--config", "run.toml", "--layers", "3"], capsys)
-    refused(["plan", "--config", "none.toml"], capsys, code=3)
-
-
-@pytest.mark.slow
-def test_a_configuration_is_planned_as_its_run_saves(tmp_path, monkeypatch, capsys):
-    """In a process of its own, as a run is started: it changes how torch computes."""
-    for name in [name for name in os.environ if name in ("RANK", "WORLD_SIZE") or name.startswith("SLURM_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    Path("corpus").write_text(Path(__file__).read_text())
-    tokenize(Path("tokens"), [Path("corpus")], vocab_size=300, workers=1)
-    changes = ["--set=run.steps=1", "--set=checkpoint.every_steps=1", "--set=parallel.device=cpu"]
-    Path("run.toml").write_text(CONFIG.replace("vocab_size = 512", "").replace("global_batch = 32", "global_batch = 2"))
-    command = [sys.executable, "-m", "ckptman.train", "--config", "run.toml", *changes]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert ran.returncode == 0, ran.stderr
-    files = [each.stat().st_size for each in (tmp_path / "ck" / step_folder(1)).iterdir()]
-    made = planned(["plan", "--config", "run.toml", "--gpus", "1", *changes], capsys)
-    assert made["checkpoint"]["data_files_bytes"] == (tmp_path / "ck" / step_folder(1) / data_name(0)).stat().st_size
-    assert made["checkpoint"]["files_bytes"] == pytest.approx(sum(files), abs=4096)
 
 
 def test_a_model_of_this_folder(tmp_path, monkeypatch, capsys):
@@ -205,8 +157,6 @@ def test_a_model_of_this_folder(tmp_path, monkeypatch, capsys):
     made = planned(["plan", "--model", "my_models_of_a_plan:good", "--gpus", "1"], capsys)
     assert made["model"]["parameters"] == 1_001_000
     assert made["checkpoint"]["tensors_bytes"] == 3 * 4 * 1_001_000 + 2 * 4
-    tied = planned(["plan", "--model", "my_models_of_a_plan:tied", "--gpus", "1", "--explain"], capsys)
-    assert "(embedding)" in tied["memory"]["gathered_bytes"]["formula"]
     tuned = planned(["plan", "--model", "my_models_of_a_plan:tuned", "--gpus", "1"], capsys)
     assert (tuned["model"]["parameters"], tuned["model"]["frozen"]) == (8000, 400_020_000)
     assert tuned["memory"]["parameters_bytes"] == 4 * (8000 + 400_020_000)
@@ -214,14 +164,10 @@ def test_a_model_of_this_folder(tmp_path, monkeypatch, capsys):
     assert tuned["model"]["dim"] > 1000  # the shape is that of all parameters
     message = refused(["plan", "--model", "my_models_of_a_plan:lazy"], capsys)
     assert "0.weight has no shape before its first input" in message
-    message = refused(["plan", "--model", "my_models_of_a_plan:bad"], capsys)
-    assert "RuntimeError: this needs a file" in message
-    assert "name a function of" in message
 
 
-def test_every_number_is_explained(capsys):
-    assert main([*SEVEN, "--keep-last", "3", "--explain", "--gpu-memory", "80GB"]) == 0
-    out = capsys.readouterr().out
+def test_every_number_is_explained(capsys, ends):
+    out = ends(0, *SEVEN, "--keep-last", "3", "--explain", "--gpu-memory", "80GB").out
     table, _, explained = out.partition("\ncheckpoint\n")
     assert "without activation checkpointing it fits in 80 GB" in table
     for words in (
@@ -272,22 +218,20 @@ def test_a_shape_says_what_was_given(capsys):
         assert ("128 x layers" in source) == (not given)
 
 
-def test_what_is_said_of_slow_and_of_lost_places(capsys):
-    assert main(["plan", "--params", "405B", "--nodes", "64", "--tier", "nfs=0.5GB/s", "--tier", "shm=4GB/s"]) == 0
-    out = capsys.readouterr().out
+def test_what_is_said_of_slow_and_of_lost_places(ends):
+    out = ends(0, "plan", "--params", "405B", "--nodes", "64", "--tier", "nfs=0.5GB/s", "--tier", "shm=4GB/s").out
     assert "nfs: a save takes 2.7 h, longer than the bound of 15 min" in out
     assert "shm: memory of a node, and gone with it" in out
     assert "save to nfs: every 9,720 s" in out
 
 
-def test_a_bound_that_costs_more_than_a_percent_is_named(capsys):
+def test_a_bound_that_costs_more_than_a_percent_is_named(capsys, ends):
     slow = ["plan", "--params", "70e9", "--nodes", "8", "--tier", "a=2GB/s", "--mtbf", "100h"]
     (tier,) = planned([*slow, "--blocking"], capsys)["tiers"]
     costs = Costs(tier["stall_seconds"], tier["save_seconds"], tier["restart_seconds"])
     assert tier["goodput_best"] == shares(tier["interval_best_seconds"], costs, 360_000).good
     assert tier["goodput"] < 0.6 < 0.94 < tier["goodput_best"]
-    assert main([*slow, "--blocking"]) == 0
-    told = capsys.readouterr().out
+    told = ends(0, *slow, "--blocking").out
     assert "a: the bound costs more than it is worth: 53.08 % of the time is training that lasts at 15 min" in told
     assert "94.82 % at the best interval, 4.87 h: save in the background (without --blocking), or take " in told
     assert f"EverySeconds({math.ceil(tier['interval_best_seconds'])})" in told
@@ -305,70 +249,11 @@ def test_any_count_of_a_rule_is_planned(capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--mtbf", "1s"], ["--tier", "a=1B/s"], ["--mtbf", "9999d", "--length", "1s"]])
-def test_what_is_beyond_all_measure_is_still_planned(arguments, capsys):
+def test_what_is_beyond_all_measure_is_still_planned(arguments, capsys, ends):
     made = planned([*SEVEN, "--keep-last", "2", *arguments], capsys)
     assert all(0 <= tier["goodput"] <= 1 and tier["lost_per_failure_seconds"] >= 0 for tier in made["tiers"])
-    assert main([*SEVEN, *arguments]) == 0
-    told = capsys.readouterr().out
+    told = ends(0, *SEVEN, *arguments).out
     assert ("a restart takes longer than it is from one failure to the next" in told) == ("9999d" not in arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ([], "name one of --params"),
-        (["--params", "7B", "--model", "a:b"], "--params and --model are given"),
-        (["--params", "0"], "a number of at least 1 such as 9e9, 7B or 350M, not '0'"),
-        (["--params", "-7B"], "not '-7B'"),
-        (["--params", "many"], "not 'many'"),
-        (["--params", "nan"], "not 'nan'"),
-        (["--params", "1e99"], "not '1e99'"),
-        (["--params", "7B", "--nodes", "0"], "--nodes must be a whole number of at least 1"),
-        (["--params", "7B", "--gpus", "-8"], "--gpus must be"),
-        (["--params", "7B", "--nodes", "99999999"], "at most 200,000"),
-        (["--params", "7B", "--shard", "5"], "4 would do"),
-        (["--params", "7B", "--dtype", "int3"], "one of float64, float32"),
-        (["--params", "7B", "--moments", "-1"], "0 or more"),
-        (["--params", "7B", "--set", "a.b=1"], "--config FILE"),
-        (["--params", "7B", "--tier", "scratch"], "NAME=RATE or NAME=DIR"),
-        (["--params", "7B", "--tier", "scratch=2"], "with its unit"),
-        (["--params", "7B", "--tier", "scratch=2GB/h"], "such as 5GB/s"),
-        (["--params", "7B", "--tier", "scratch=0GB/s"], "a rate above 0"),
-        (["--params", "7B", "--tier", "scratch=-2GB/s"], "a rate above 0"),
-        (["--params", "7B", "--tier", "a=1GB/s", "--tier", "a=2GB/s"], "given twice"),
-        (["--params", "7B", "--mtbf", "0"], "a time above 0"),
-        (["--params", "7B", "--mtbf", "-3h"], "a time above 0"),
-        (["--params", "7B", "--init", "soon"], "such as 90s, 20min, 1h30min or 4d, not 'soon'"),
-        (["--params", "7B", "--length", "3x"], "not '3x'"),
-        (["--params", "7B", "--staging", "fast"], "--staging"),
-        (["--params", "7B", "--factor", "0"], "--factor must be a finite number above 0"),
-        (["--params", "7B", "--factor", "nan"], "--factor must be a finite number above 0"),
-        (["--params", "7B", "--keep-last", "0"], "0 never means all"),
-        (["--params", "7B", "--keep-every", "10"], "goes by steps: say what a step takes, as in --step 2s"),
-        (["--params", "7B", "--gpu-memory", "80"], "80GB"),
-        (["--params", "7B", "--layers", "0"], "--layers must be"),
-        *(
-            (["--params", "7B", option, f"1{320 * '0'}"], f"{option}: at most ")
-            for option in (
-                "--dim",
-                "--vocab",
-                "--sequence",
-                "--layers",
-                "--micro-batch",
-                "--nodes",
-                "--shard",
-            )
-        ),
-        (["--params", "7B", "--moments", "101"], "(AdamW has 2), at most 100, not 101"),
-        (["--params", "7B", "--factor", "1e308", "--init", "1e12"], "--factor: at most 1,000,000"),
-        (["--model", "nonsense"], "package.module:function"),
-        (["--model", "json:loads", "--dtype", "float32"], "goes with --params"),
-    ],
-)
-def test_what_cannot_be_is_one_clear_error(arguments, told, capsys):
-    message = refused(["plan", *arguments], capsys)
-    assert told in message
-    assert len(message.splitlines()) == 1
 
 
 # ---- checkpoints in memory -------------------------------------------------------------------------------------------
@@ -380,43 +265,17 @@ def test_memory_is_planned_where_any_of_its_options_is_given(capsys):
     without = planned(LARGE, capsys)
     assert "memory_tier" not in without
     assert without["tiers"][0]["restart_seconds"] == 1800 + 1200 + 84
-    for option in (
-        ["--memory"],
-        ["--memory-interval", "1min"],
-        ["--copies", "1"],
-        ["--exchange", "1GB/s"],
-        ["--host-memory", "1TB"],
-        ["--restart-in-place", "1min"],
-        ["--survived", "0"],
-    ):
-        made = planned([*LARGE, *option], capsys)
+    for option in ("memory", "memory-interval=1min", "copies=1", "exchange=1GB/s", "host-memory=1TB", "survived=0"):
+        made = planned([*LARGE, f"--{option}"], capsys)
         assert [each["name"] for each in made["after_a_failure"]] == ["disk alone", "with memory", "restarts in place"]
         assert {name: value for name, value in made.items() if name in without} == without
     assert made["memory_tier"]["survived"] == 0
     assert made["after_a_failure"][2]["goodput"] <= made["after_a_failure"][0]["goodput"]
 
 
-def test_a_failure_costs_less_from_memory_and_least_in_place(capsys):
-    made = planned([*LARGE, "--notice", "30s", "--restart-in-place", "2min", "--host-memory", "1TB"], capsys)
-    disk, memory, in_place = made["after_a_failure"]
-    assert disk["restart_seconds"] == 30 + 1800 + 1200 + 84
-    assert memory["restart_seconds"] == disk["restart_seconds"] + 84
-    assert in_place["restart_seconds"] == 120
-    assert memory["lost_per_failure_seconds"] == in_place["lost_per_failure_seconds"] < 15
-    assert in_place["cost_per_failure_seconds"] < disk["cost_per_failure_seconds"] / 20
-    assert in_place["goodput"] > disk["goodput"] > memory["goodput"]
-    taken = made["memory_tier"]
-    assert taken["of_a_node_bytes"] == 5 * 8 * math.ceil(840e9 / 512)
-    assert taken["host_bytes"] == 1e12
-    assert taken["stalled"] == pytest.approx(0.01)
-    steps = planned([*LARGE, "--memory-interval", "20 steps", "--step", "3s", "--copies", "3"], capsys)["memory_tier"]
-    assert (steps["interval_seconds"], steps["copies"]) == (60, 3)
-
-
-def test_what_is_said_of_memory(capsys):
+def test_what_is_said_of_memory(capsys, ends):
     def told(*options):
-        assert main([*LARGE, *options]) == 0
-        return capsys.readouterr().out
+        return ends(0, *LARGE, *options).out
 
     assert "after a failure" not in told()
     assert "memory of a node for it: 65.62 GB of 1 TB\n" in told("--host-memory", "1TB")
@@ -435,41 +294,3 @@ def test_what_is_said_of_memory(capsys):
     assert "restart = 52.8 min: flush 84 s + queue 30 min + init 20 min + load 84 s" in explained
     assert "rate assumed, TCP over" in explained
     assert "8.4 % came from switches and cables" in explained
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--copies", "0"], "--copies must be a whole number of at least 1, not 0"),
-        (["--memory-interval", "20steps"], "say what a step takes, as in --step 2s"),
-        (["--memory-interval", "0steps", "--step", "2s"], "EverySteps: steps must be"),
-        (["--memory-interval", "soon"], "--memory-interval: a time above 0"),
-        (["--survived", "90"], "--survived: a share from 0 to 1, such as 0.9, not 90"),
-        (["--survived", "nan"], "--survived: a share from 0 to 1"),
-        (["--host-memory", "512"], "512GB"),
-        (["--exchange", "fast"], "--exchange"),
-        (["--queue", "-1h"], "--queue: a time above 0"),
-        (["--restart-in-place", "0"], "--restart-in-place: a time above 0"),
-        (["--memory", "--blocking"], "--blocking leaves no private copy"),
-    ],
-)
-def test_memory_that_cannot_be(arguments, told, capsys):
-    assert told in refused([*SEVEN, *arguments], capsys)
-
-
-def test_planning_and_playing_need_neither_torch_nor_rich(tmp_path):
-    (tmp_path / "run.toml").write_text(CONFIG)
-    code = """
-import sys
-from ckptman.cli.app import main
-runs = (
-    ["plan", "--params", "7B", "--memory", "--json"],
-    ["simulate", "--mtbf", "5h", "--runs", "2", "--memory", "--json"],
-    ["plan", "--config", sys.argv[1], "--json"],
-)
-for run in runs:
-    print(main(run), sorted({"torch", "numpy", "rich", "pandas"} & set(sys.modules)), file=sys.stderr)
-"""
-    command = [sys.executable, "-c", code, str(tmp_path / "run.toml")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert re.fullmatch(r"0 \[\]\n0 \[\]\n0 \[('numpy')?\]\n", ran.stderr), ran.stderr

@@ -1,7 +1,6 @@
 """`ckptman probe loader`: what people and programs get to see, how it ends, and which speed it is held against."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -39,9 +38,8 @@ def journal(root, *events):
     written.close()
 
 
-def test_a_table_for_people_and_the_same_for_programs(folder, capsys):
-    assert main(["probe", "loader", "program.py:make_loader", *QUICK, "--steps-per-second", "0.01"]) == 0
-    told = capsys.readouterr()
+def test_a_table_for_people_and_the_same_for_programs(folder, ends):
+    told = ends(0, "probe", "loader", "program.py:make_loader", *QUICK, "--steps-per-second", "0.01")
     lines = told.out.splitlines()
     assert lines[0].split()[:4] == ["workers", "cache", "batches/s", "samples/s"]
     assert [line.split()[:2] for line in lines[1:2]] == [["0", "cold"]]
@@ -50,100 +48,47 @@ def test_a_table_for_people_and_the_same_for_programs(folder, capsys):
     assert max(map(len, lines)) <= 80
     assert not told.err
     journal(folder / "run", ("first_step", 100.0, 1), ("save_begun", 200.0, 2))
-    assert (
-        main(["probe", "loader", "program:make_loader", *QUICK, "--root", "run", "--ranks-per-node", "2", "--json"])
-        == 0
-    )
-    found = json.loads(capsys.readouterr().out)
+    journaled = ["--root", "run", "--ranks-per-node", "2", "--json"]
+    found = json.loads(ends(0, "probe", "loader", "program:make_loader", *QUICK, *journaled).out)
     [only] = found["measurements"]
     assert (only["workers"], only["cold"]["taken"], only["cold"]["samples"]) == (0, 16, 60)
     assert only["warm"]["bytes"] == 15 * 4 * 8
-    assert found["need"] == {
-        "steps_per_second": 0.01,
-        "batches_per_step": 1,
-        "ranks_per_node": 2,
-        "batches_per_second": 0.02,
-    }
-    assert found["judgement"]["verdict"] == "enough"
-    assert found["problem"] is None
+    assert (found["need"]["steps_per_second"], found["need"]["batches_per_second"]) == (0.01, 0.02)
 
 
-def test_one_that_starves_ends_with_1(capsys):
-    assert main(["probe", "loader", "program.py:make_loader", *QUICK, "--steps-per-second", "1e9"]) == 1
-    told = capsys.readouterr()
+def test_one_that_starves_ends_with_1(ends):
+    told = ends(1, "probe", "loader", "program.py:make_loader", *QUICK, "--steps-per-second", "1e9")
     assert told.out.splitlines()[1].split()[:2] == ["0", "cold"]
     assert told.err.startswith("Error: Data will starve the GPUs: without workers")
-    assert main(["probe", "loader", "program.py:make_loader", *QUICK, "--steps-per-second", "1e9", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["judgement"]["verdict"] == "starves"
 
 
-def test_what_was_measured_is_shown_before_the_problem(folder, capsys):
+def test_what_was_measured_is_shown_before_the_problem(folder, ends):
     broken = PROGRAM.replace("    return", "    assert not num_workers, 'none today'\n    return")
     (folder / "program.py").write_text(broken)
-    assert main(["probe", "loader", "program.py:make_loader", "--seconds", "0.05", "--workers", "0,2"]) == 1
-    told = capsys.readouterr()
+    told = ends(1, "probe", "loader", "program.py:make_loader", "--seconds", "0.05", "--workers", "0,2")
     assert told.out.splitlines()[1].split()[:2] == ["0", "cold"]
     assert "program.py:make_loader with 2 workers raised AssertionError: none today (program.py:5)" in told.err
 
 
-def test_the_bundled_loop(folder, capsys):
+def test_the_bundled_loop(folder, ends):
     (folder / "tokens").mkdir()
     np.arange(4001, dtype="<u2").tofile(folder / "tokens" / TOKENS)
     meta = TokenMeta(dtype="uint16", count=4001, vocab_size=4001, eos_id=0, sources=1, digest="d")
     (folder / "tokens" / META).write_text(meta.model_dump_json())
-    text = (
-        '[data]\npath = "tokens"\nsequence_tokens = 8\nglobal_batch = 12\n'
-        '[run]\nsteps = 9\n[checkpoint]\nroot = "run"\n'
-    )
-    (folder / "run.toml").write_text(text)
+    text = '[data]\npath = "tokens"\nsequence_tokens = 8\nglobal_batch = 12\n[run]\nsteps = 9\n'
+    (folder / "run.toml").write_text(text + '[checkpoint]\nroot = "run"\n')
     command = ["probe", "loader", "--config", "run.toml", "--seconds", "0.05", "--json"]
-    assert main([*command, "--ranks-per-node", "4"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ends(0, *command, "--ranks-per-node", "4").out)
     cold = found["measurements"][0]["cold"]
     assert cold["samples"] == 3 * cold["batches"], "of a batch that 4 ranks share"
     assert cold["bytes"] == cold["samples"] * 9 * 8
     assert found["dropped_files"] == 3 - 1
     assert found["need"] is None
     journal(folder / "run", ("first_step", 100.0, 1), ("save_begun", 200.0, 2))
-    assert main([*command, "--world-size", "2", "--set", "data.global_batch=4"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ends(0, *command, "--world-size", "2", "--set", "data.global_batch=4").out)
     cold = found["measurements"][0]["cold"]
     assert cold["samples"] == 2 * cold["batches"]
     assert found["need"]["steps_per_second"] == 0.01, "by the journal of its own root"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "complaint"),
-    [
-        ([], 2, "name what makes the loader, such as train:make_loader"),
-        (["program"], 2, "MODULE:FUNCTION, such as train:make_loader or train.py:make_loader, not 'program'"),
-        (["nowhere.py:f"], 3, "there is no file nowhere.py"),
-        (["program.py:make_laoder"], 2, "program.py has no make_laoder: did you mean make_loader?"),
-        (["program:make_loader", "--workers", "0,x"], 2, "--workers: numbers from 0 to 1024"),
-        (["program:make_loader", "--workers", "-1"], 2, "--workers: numbers from 0 to 1024"),
-        (["program:make_loader", "--workers", "2000"], 2, "--workers: numbers from 0 to 1024"),
-        (["program:make_loader", "--seconds", "0"], 2, "--seconds"),
-        (["program:make_loader", "--seconds", "nan"], 2, "--seconds"),
-        (["program:make_loader", "--timeout", "1e9"], 2, "--timeout: an hour at most"),
-        (["program:make_loader", "--ranks-per-node", "0"], 2, "--ranks-per-node"),
-        (["program:make_loader", "--batches-per-step", "0"], 2, "--batches-per-step"),
-        (["program:make_loader", "--steps-per-second", "-1"], 2, "--steps-per-second"),
-        (["program:make_loader", "--steps-per-second", "1", "--root", "run"], 2, "give one of them"),
-        (["program:make_loader", "--root", "nowhere"], 3, "there is no journal"),
-        (["program:make_loader", "--root", "young"], 3, "does not say how fast its steps are"),
-        (["program:make_loader", "--data", "nowhere"], 3, "--data: there is no nowhere"),
-        (["program:make_loader", "--config", "run.toml"], 2, "leave the others out"),
-        (["program:make_loader", "--set", "run.steps=3"], 2, "--set and --world-size are of --config"),
-        (["--config", "nowhere.toml"], 3, "no configuration file nowhere.toml"),
-    ],
-)
-def test_wrong_usage(folder, arguments, code, complaint, capsys):
-    journal(folder / "young", ("first_step", 100.0, 1))
-    assert main(["probe", "loader", *arguments]) == code
-    told = capsys.readouterr()
-    assert told.err.startswith("Error: ")
-    assert complaint in told.err
-    assert not told.out
 
 
 @pytest.mark.parametrize(
@@ -151,11 +96,7 @@ def test_wrong_usage(folder, arguments, code, complaint, capsys):
     [
         ("ext4", 5e9, "5 GB/s for that from ext4 at /data, which other nodes do not see."),
         ("lustre", 0.2e9, "200 MB/s for that from Lustre at /data, shared with other nodes: under 500 MB/s, fine."),
-        (
-            "nfs4",
-            0.7e9,
-            "700 MB/s for that from NFS at /data, shared with other nodes: much. With many nodes, copy the",
-        ),
+        ("nfs4", 0.7e9, "700 MB/s for that from NFS at /data, shared with other nodes: much. With many nodes, copy"),
         ("gpfs", 2e9, "shared with other nodes: too much, over 1 GB/s. Copy the data to a disk of the node"),
         ("virtiofs", 2e9, "perhaps shared with other nodes: too much"),
     ],
@@ -194,14 +135,3 @@ def test_ctrl_c_ends_it(monkeypatch):
 
     monkeypatch.setattr("ckptman.io.isolated_process.IsolatedProcess.receive", interrupted)
     assert main(["probe", "loader", "program.py:make_loader"]) == 130
-
-
-def test_torch_is_not_imported_by_what_waits(folder):
-    import subprocess
-
-    code = (
-        "import sys; from ckptman.cli.app import main; "
-        "code = main(['probe', 'loader', 'nowhere:f']); print(code, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["2", "False"]

@@ -1,4 +1,4 @@
-"""Which checkpoint of a root a verb takes where none is named."""
+"""Which checkpoint of a root a verb takes where none is named; `ckptman path` for scripts."""
 
 import math
 
@@ -11,7 +11,6 @@ from ckptman.cli.select import choose_objects
 from ckptman.format.manifest import Nonfinite
 from tests.helpers.checkpoints import commit, steps_of
 
-Told = pytest.CaptureFixture[str]
 NOTE = (
     "step 40 is not finite (tensor model.weight), so this is step 20, as for a restore: name the newest by its step, "
     "or its folder, to have that\n"
@@ -47,28 +46,34 @@ def test_in_an_object_store_it_is_the_same(root, monkeypatch, capsys):
     assert ([entry.step for entry in entries], capsys.readouterr().err) == ([20], NOTE)
 
 
-def test_pins_are_set_and_taken_off_where_a_restore_would_look(root, capsys):
-    assert main(["pin", str(root), "--why", "the paper"]) == 0
-    assert capsys.readouterr() == ("Pinned step 20: the paper\n", NOTE)
-    assert main(["unpin", str(root)]) == 0
-    assert capsys.readouterr() == ("Step 20 is no longer pinned.\n", NOTE)
+def test_pins_are_set_and_taken_off_where_a_restore_would_look(root, ends):
+    assert ends(0, "pin", root, "--why", "the paper") == ("Pinned step 20: the paper\n", NOTE)
+    assert ends(0, "unpin", root) == ("Step 20 is no longer pinned.\n", NOTE)
 
 
-def test_a_diff_of_two_roots_is_of_what_restores_take(root, tmp_path, capsys):
-    assert main(["diff", str(root), str(root / "step-0000000020")]) == 0
-    assert capsys.readouterr().err == NOTE
+def test_a_diff_of_two_roots_is_of_what_restores_take(root, tmp_path, ends):
+    assert ends(0, "diff", root, root / "step-0000000020").err == NOTE
 
 
-def test_verbs_that_show_what_is_not_finite_take_the_newest(root, capsys):
-    assert main(["verify", str(root)]) == 0
-    told = capsys.readouterr()
+def test_verbs_that_show_what_is_not_finite_take_the_newest(root, ends):
+    told = ends(0, "verify", root)
     assert told.out.startswith("step 40: good")
     assert "remark: NaN or infinity in tensor model.weight, as it was saved" in told.out
     assert told.err == ""
 
 
-def test_where_none_is_finite_it_is_the_newest(tmp_path, capsys):
+def test_where_none_is_finite_it_is_the_newest(tmp_path, ends):
     for step in (10, 20):
         commit(tmp_path, step, nonfinite=Nonfinite(tensors=("model.weight",)))
-    assert main(["pin", str(tmp_path), "--why", "x"]) == 0
-    assert capsys.readouterr() == ("Pinned step 20: x\n", "")
+    assert ends(0, "pin", tmp_path, "--why", "x") == ("Pinned step 20: x\n", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [([], 30), (["--latest"], 30), (["--best", "loss"], 20), (["--best", "loss", "--max"], 10), (["--step", "10"], 10)],
+)
+def test_one_path_is_printed_and_nothing_else(options, step, tmp_path, ends):
+    for number, loss in ((10, 0.5), (20, 0.25), (30, math.nan)):
+        commit(tmp_path, number, metrics={"loss": loss})
+    (tmp_path / "step-0000000040").mkdir()
+    assert ends(0, "path", tmp_path, *options) == (f"{tmp_path}/step-{step:010d}\n", "")

@@ -1,5 +1,5 @@
-import json
 import re
+import shutil
 
 import pytest
 
@@ -9,12 +9,11 @@ from ckptman.cli.tensors import sharding, tensor_facts
 from tests.helpers.checkpoints import commit
 
 
-def test_the_origin_the_tensors_and_the_values_are_shown(tmp_path, capsys):
+def test_the_origin_the_tensors_and_the_values_are_shown(tmp_path, ends):
     commit(tmp_path, 100)
     values = {"epoch": 3, "data": {"position": 1200, "seen": {1, 2}}, "text": "a" * 200}
     commit(tmp_path, 200, ranks=4, restored_from=100, metrics={"loss": 0.25}, values=values)
-    assert main(["show", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = ends(0, "show", tmp_path).out
     assert out.startswith(f"Step 200: {tmp_path}/step-0000000200\n")
     for expected in (
         "(every 100 steps)",
@@ -34,30 +33,19 @@ def test_the_origin_the_tensors_and_the_values_are_shown(tmp_path, capsys):
     assert max(map(len, out.splitlines())) < 120
 
 
-def test_it_is_told_whether_it_was_verified(tmp_path, capsys):
+def test_it_is_told_whether_it_was_verified(tmp_path, ends):
     commit(tmp_path, 100)
-    assert main(["show", str(tmp_path)]) == 0
-    assert "  verified       -\n" in capsys.readouterr().out
-    assert main(["verify", str(tmp_path)]) == 0
-    capsys.readouterr()
-    assert main(["show", str(tmp_path)]) == 0
-    assert re.search(r"  verified       \d+ s ago\n", capsys.readouterr().out)
-    assert main(["show", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["verified"]["levels"] == ["digests", "coverage"]
+    assert "  verified       -\n" in ends(0, "show", tmp_path).out
+    ends(0, "verify", tmp_path)
+    assert re.search(r"  verified       \d+ s ago\n", ends(0, "show", tmp_path).out)
 
 
-def test_a_step_or_a_folder_can_be_named(tmp_path, capsys):
+def test_a_step_or_a_folder_of_any_name_can_be_named(tmp_path, ends):
     commit(tmp_path, 100)
     commit(tmp_path, 200)
-    for arguments in ([str(tmp_path), "--step", "100"], [str(tmp_path / "step-0000000100")]):
-        assert main(["show", *arguments]) == 0
-        assert capsys.readouterr().out.startswith("Step 100: ")
-
-
-def test_a_checkpoint_under_another_name_is_one_too(tmp_path, capsys):
-    commit(tmp_path, 100).path.rename(tmp_path / "final")
-    assert main(["show", str(tmp_path / "final")]) == 0
-    assert capsys.readouterr().out.startswith("Step 100: ")
+    shutil.copytree(tmp_path / "step-0000000100", tmp_path / "final")
+    for arguments in (["", "--step", "100"], ["step-0000000100"], ["final"]):
+        assert ends(0, "show", str(tmp_path / arguments[0]), *arguments[1:]).out.startswith("Step 100: ")
 
 
 @pytest.mark.parametrize(
@@ -68,45 +56,17 @@ def test_a_checkpoint_under_another_name_is_one_too(tmp_path, capsys):
         ("step-0000000100.trash-abcdef00-1", "it was deleted"),
     ],
 )
-def test_a_folder_that_does_not_count_in_a_root_does_not_count_alone(name, why, tmp_path, capsys):
+def test_a_folder_that_does_not_count_in_a_root_does_not_count_alone(name, why, tmp_path, ends):
     commit(tmp_path, 100).path.rename(tmp_path / name)
-    assert main(["show", str(tmp_path / name)]) == 4
-    assert why in capsys.readouterr().err
+    assert why in ends(4, "show", str(tmp_path / name)).err
     assert main(["verify", str(tmp_path / name)]) == 4
 
 
-def test_many_values_of_one_object_are_cut(tmp_path, capsys):
+def test_many_values_of_one_object_are_cut(tmp_path, ends):
     commit(tmp_path, 1, values={"optimizer": {f"lr.{i:03d}": i / 10 for i in range(100)}})
-    assert main(["show", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = ends(0, "show", tmp_path).out
     assert "100 plain values" in out
     assert f"... {100 - VALUES_SHOWN} more: --json shows all" in out
-    assert main(["show", str(tmp_path), "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["values"]) == 100
-
-
-def test_json_has_the_manifest_the_tensors_and_the_exact_values(tmp_path, capsys):
-    commit(tmp_path, 5, values={"best": float("inf"), "pair": (1, 2)})
-    assert main(["show", str(tmp_path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["step"] == 5
-    assert told["reason"] == "every 100 steps"
-    assert told["attempt"] == 1
-    assert told["files"]["__0_0.distcp"]["bytes"] == 64
-    assert told["tensors"] == [
-        {
-            "name": "model.weight",
-            "shape": [8, 4],
-            "dtype": "float32",
-            "chunks": 2,
-            "sharding": "2 shards along dim 0",
-            "bytes": 128,
-        }
-    ]
-    assert told["values"] == [
-        {"state": "best", "key": None, "value": {"~": "float", "v": "inf"}},
-        {"state": "pair", "key": None, "value": {"~": "tuple", "v": [1, 2]}},
-    ]
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
 """`ckptman status` and `ckptman report`: what they print, and one clear line where there is nothing to say."""
 
-import json
 import os
 import pty
 import shutil
-import subprocess
 import sys
 
 import pytest
 
 from ckptman.cli.app import main
+from tests.helpers.forkserver import Python
 from tests.helpers.journals import make_root
 from tests.monitoring.invented_run import invented
 
@@ -20,68 +19,43 @@ def root(tmp_path):
     return make_root(tmp_path / "root", run.events, [run.durable_step], ago_seconds=60)
 
 
-def test_one_run_in_full_and_several_in_a_table(root, capsys):
-    assert main(["status", str(root)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_one_run_in_full_and_several_in_a_table(root, ends):
+    lines = ends(0, "status", root).out.splitlines()
     assert lines[0] == f"{root}: finished, SIGTERM on rank 0"
     assert [line.split()[0] for line in lines[1:]] == ["attempt", "step", "saved"]
-    assert main(["status", str(root), str(root.parent / "gone")]) == 0
-    told = capsys.readouterr().out.splitlines()
+    told = ends(0, "status", root, root.parent / "gone").out.splitlines()
     assert told[0].split()[:2] == ["run", "state"]
     assert [line.split()[1] for line in told[1:3]] == ["finished", "not"]
     assert told[3].startswith(f"{root.parent / 'gone'}: ")
 
 
-def test_status_for_programs(root, capsys):
-    assert main(["status", str(root), "--json"]) == 0
-    [facts] = json.loads(capsys.readouterr().out)
-    assert (facts["state"], facts["checkpoints"], facts["trouble"]) == ("finished", 1, "")
-
-
-@pytest.mark.parametrize("verb", ["status", "report"])
-def test_there_is_no_run(tmp_path, capsys, verb):
-    assert main([verb, str(tmp_path / "gone")]) == 3
-    told = capsys.readouterr().err
-    assert str(tmp_path / "gone") in told
-    assert told.count("\n") == 1
-
-
-def test_where_the_hours_went(root, tmp_path, capsys):
+def test_where_the_hours_went(root, tmp_path, ends):
     page = tmp_path / "out/report.html"
-    assert main(["report", str(root), "--html", str(page)]) == 0
-    out = capsys.readouterr().out
+    out = ends(0, "report", root, "--html", page).out
     assert page.read_text().startswith("<!doctype html>")
     shares = [float(line.rpartition(" ")[2].rstrip("%")) for line in out.splitlines() if line.endswith("%")]
     assert sum(shares) == pytest.approx(100, abs=0.6)
-    assert main(["report", str(root), "--json"]) == 0
-    [data] = json.loads(capsys.readouterr().out)
-    assert data["root"] == str(root)
-    assert main(["report", str(root), str(root)]) == 0
-    assert "all 2 runs" in capsys.readouterr().out
+
+    assert "all 2 runs" in ends(0, "report", root, root).out
 
 
-def test_torn_lines_are_said_and_left_out(root, capsys):
+def test_torn_lines_are_said_and_left_out(root, ends):
     journal = root / ".ckptman/journal.jsonl"
     journal.write_text('{"time": 1, "eve\n\x00\x00\x00\n' + journal.read_text() + '{"time": 3')
-    assert main(["report", str(root)]) == 0
-    assert "note: 3 of the lines of its journal cannot be read, and are left out" in capsys.readouterr().out
+    assert "note: 3 of the lines of its journal cannot be read, and are left out" in ends(0, "report", root).out
 
 
-def test_without_matplotlib_there_is_no_page_and_all_else(root, tmp_path, capsys, monkeypatch):
+def test_without_matplotlib_there_is_no_page_and_all_else(root, tmp_path, ends, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["report", str(root), "--html", str(tmp_path / "page.html")]) == 2
-    assert "pip install 'ckptman[report]'" in capsys.readouterr().err
+    assert "pip install 'ckptman[report]'" in ends(2, "report", root, "--html", tmp_path / "page.html").err
     assert not (tmp_path / "page.html").exists()
     assert main(["report", str(root)]) == 0
 
 
-WATCHING = "import sys; from ckptman.cli.app import main; sys.exit(main(sys.argv[1:]))"
-
-
 def test_a_root_that_vanishes_while_it_is_watched(root):
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", WATCHING, "status", str(root), "--watch", "--every", "0.2s"]
-    watching = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "100"})
+    command = ["-m", "ckptman", "status", root, "--watch", "--every", "0.2s"]
+    watching = Python(*command, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "100"})
     os.close(theirs)
     seen = b""
     try:
@@ -97,11 +71,3 @@ def test_a_root_that_vanishes_while_it_is_watched(root):
         watching.wait()
         os.close(ours)
     assert b"Traceback" not in seen
-
-
-@pytest.mark.parametrize("arguments", [["status"], ["report"], ["report", "--html", "page.html"]])
-def test_no_torch(root, tmp_path, arguments):
-    text = "import sys; from ckptman.cli.app import main; main(sys.argv[1:]); print('torch' in sys.modules)"
-    command = [sys.executable, "-c", text, *arguments, str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=60)
-    assert done.stdout.splitlines()[-1] == "False"

@@ -2,6 +2,8 @@
 
 import sys
 
+import pytest
+
 from ckptman.cli.app import main
 
 LINES = """
@@ -22,27 +24,23 @@ def _submit(folder, codes, *options):
     return code, len(seen.read_text()) if seen.exists() else 0
 
 
-def test_a_stop_and_a_crash_start_the_next_attempt_and_the_end_ends_it(tmp_path, capsys):
-    assert _submit(tmp_path, "75,1,0") == (0, 3)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
-    assert all(line.startswith("ckptman: ") for line in lines)
+IN_A_ROW = "Error: the chain ends: 2 attempts in a row "
 
 
-def test_a_crash_loop_ends_with_the_reason(tmp_path, capsys):
-    assert _submit(tmp_path, "1", "--crash-limit", "2") == (8, 2)
-    told = capsys.readouterr().err
-    assert told.startswith("Error: the chain ends: 2 attempts in a row crashed")
-
-
-def test_a_loop_of_stops_ends_with_the_reason(tmp_path, capsys):
-    assert _submit(tmp_path, "75", "--stall-limit", "2") == (8, 2)
-    told = capsys.readouterr().err
-    assert told.startswith("Error: the chain ends: 2 attempts in a row ended with no new checkpoint")
-
-
-def test_no_more_attempts_than_were_allowed(tmp_path):
-    assert _submit(tmp_path, "75", "--max-attempts", "2") == (75, 2)
+@pytest.mark.parametrize(
+    ("codes", "options", "code", "ran", "why"),
+    [
+        ("75,1,0", [], 0, 3, ""),
+        ("1", ["--crash-limit", "2"], 8, 2, f"{IN_A_ROW}crashed"),
+        ("75", ["--stall-limit", "2"], 8, 2, f"{IN_A_ROW}ended with no new checkpoint"),
+        ("75", ["--max-attempts", "2"], 75, 2, ""),
+    ],
+)
+def test_a_stop_and_a_crash_start_the_next_attempt_until_a_limit(codes, options, code, ran, why, tmp_path, capsys):
+    assert _submit(tmp_path, codes, *options) == (code, ran)
+    told = capsys.readouterr()
+    assert all(line.startswith("ckptman: ") for line in told.out.splitlines())
+    assert told.err.startswith(why)
 
 
 def test_options_behind_the_command_are_its_own(tmp_path):

@@ -1,6 +1,7 @@
 """`verify --world-size` with real checkpoints and real processes: it passes what loads, and finds each way not to."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -46,32 +47,28 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_what_was_saved_loads_on_other_world_sizes(saved, capsys):
-    assert main(["verify", str(saved / "root"), "--world-size", "1,3,4"]) == 0
-    told = capsys.readouterr()
+def test_what_was_saved_loads_on_other_world_sizes(saved, ends):
+    told = ends(0, "verify", saved / "root", "--world-size", "1,3", "--mesh", "2x3")
     assert [line.strip() for line in told.out.splitlines()[1:4]] == [
         "on 1 process: loads, bit for bit what was saved",
         "on 3 processes: loads, bit for bit what was saved",
-        "on 4 processes: loads, bit for bit what was saved",
+        "on 6 processes (2 x 3): loads, bit for bit what was saved",
     ]
     assert told.err == ""
 
 
 @pytest.mark.slow
-def test_plain_dcp_is_compared_though_it_has_no_digests(saved, capsys):
-    assert main(["verify", str(saved / "plain")]) == 0
-    assert "written by plain DCP, without digests: " in capsys.readouterr().out
-    assert main(["verify", str(saved / "plain"), "--world-size", "2", "--json"]) == 0
-    (report,) = json.loads(capsys.readouterr().out)["checkpoints"]
+def test_plain_dcp_is_compared_though_it_has_no_digests(saved, ends):
+    assert "written by plain DCP, without digests: " in ends(0, "verify", saved / "plain").out
+    (report,) = json.loads(ends(0, "verify", saved / "plain", "--world-size", "2", "--json").out)["checkpoints"]
     assert (report["good"], report["digests"], report["world_sizes"]) == (True, False, {"2": []})
-    assert main(["show", str(saved / "plain")]) == 0
-    out = capsys.readouterr().out
+    out = ends(0, "show", saved / "plain").out
     assert "model.0.weight  [7, 5]  float32  2 shards along dim 0" in out
     assert "1 plain value: epoch" in out
 
 
 @pytest.mark.slow
-def test_a_lie_about_the_dtype_does_not_load(saved, tmp_path, capsys):
+def test_a_lie_about_the_dtype_does_not_load(saved, tmp_path, ends):
     from ckptman.catalog.catalog import Catalog
     from ckptman.format.index import Index
     from ckptman.format.manifest import FileRecord
@@ -87,45 +84,19 @@ def test_a_lie_about_the_dtype_does_not_load(saved, tmp_path, capsys):
     (entry.path / INDEX).write_bytes(data)
     files = {**manifest.files, INDEX: FileRecord(bytes=len(data), digest=digest_bytes(data))}
     (entry.path / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).to_json())
-    assert main(["verify", str(tmp_path / "root"), "--world-size", "2"]) == 7
-    told = capsys.readouterr()
+    told = ends(7, "verify", tmp_path / "root", "--world-size", "2")
     assert "rank 0 of 2: model.0.bias: " in told.out
     assert "instead of torch.float64" in told.out
     assert told.err == "Error: step 1 does not load on 2 processes as it was saved: see the lines above\n"
 
 
-def test_a_metadata_that_would_run_code_is_refused(tmp_path, capsys):
-    evil = tmp_path / "evil"
-    evil.mkdir()
-    mark = tmp_path / "ran"
-    (evil / ".metadata").write_bytes(f"cos\nsystem\n(S'touch {mark}'\ntR.".encode())
-    assert main(["show", str(evil)]) == 4
-    assert main(["verify", str(evil), "--world-size", "1"]) == 4
-    assert "asks for" in capsys.readouterr().err
-    assert not mark.exists()
-
-
 @pytest.mark.slow
-def test_a_mesh_is_loaded_too_and_json_says_so(saved, capsys):
-    arguments = ["--world-size", "2", "--mesh", "2x3", "--json"]
-    assert main(["verify", str(saved / "root"), *arguments]) == 0
-    (report,) = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert report["world_sizes"] == {"2": [], "6": []}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["root", "plain"])
-def test_a_plan_is_made_without_loading(name, saved, capsys):
-    arguments = ["--plan-only", "--world-size", "16,1000", "--mesh", "4x4"]
-    assert main(["verify", str(saved / name), *arguments]) == 0
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.slow
-def test_a_plan_that_fails_is_a_checkpoint_that_does_not_fit(saved, tmp_path, capsys):
+def test_a_plan_is_made_without_loading_and_may_fail(saved, tmp_path, capsys):
+    for name in ("root", "plain"):
+        assert main(["verify", str(saved / name), "--plan-only", "--world-size", "16,1000", "--mesh", "4x4"]) == 0
+        assert capsys.readouterr().err == ""
     shutil.copytree(saved / "plain", tmp_path / "plain")
-    with (tmp_path / "plain" / "__1_0.distcp").open("r+b") as file:
-        file.truncate(1000)
+    os.truncate(tmp_path / "plain" / "__1_0.distcp", 1000)
     assert main(["verify", str(tmp_path / "plain"), "--plan-only", "--world-size", "3"]) in (4, 7)
     assert "__1_0.distcp" in capsys.readouterr().out
 
@@ -137,9 +108,8 @@ def test_what_keeps_the_check_from_running_is_an_error_and_not_a_verdict(saved, 
         list(load_on(tmp_path, [1]))
     with pytest.raises(ConfigError, match="such as 2x4"):
         list(load_on(folder, [1], (2, 2, 2)))
-    monkeypatch.setattr(
-        verify_process, "_START", "import sys; print('so it goes', file=sys.stderr); sys.exit(9) # {} {}"
-    )
+    ends = "import sys; print('so it goes', file=sys.stderr); sys.exit(9) # {} {}"
+    monkeypatch.setattr(verify_process, "_START", ends)
     with pytest.raises(CkptmanError, match="ended with exit code 9: so it goes"):
         list(load_on(folder, [1]))
 

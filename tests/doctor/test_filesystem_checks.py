@@ -12,8 +12,9 @@ import pytest
 
 from ckptman.catalog import writer_lock as owner
 from ckptman.doctor import filesystem_checks, renames, speed
-from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.durable_files import DISK
 from ckptman.io.isolated_process import run_isolated
+from tests.helpers.faulty_disk import disk_whose
 
 SIZE = 8 * 1024 * 1024
 
@@ -21,87 +22,69 @@ SIZE = 8 * 1024 * 1024
 # ---- renames ---------------------------------------------------------------------------------------------------------
 
 
-class CopyingDisk(Disk):
-    """Renames as an object store does: file by file."""
-
-    def rename(self, source, target):
-        if source.is_dir():
-            target.mkdir()
-            for path in source.iterdir():
-                time.sleep(0.01)
-                shutil.copy(path, target)
-            shutil.rmtree(source)
-        else:
-            target.unlink()
+def copy(source, target):
+    """Rename as an object store does: file by file."""
+    if source.is_dir():
+        target.mkdir()
+        for path in source.iterdir():
             time.sleep(0.01)
-            source.rename(target)
-
-
-class VanishingDisk(Disk):
-    """What is renamed is nowhere for a moment."""
-
-    def rename(self, source, target):
-        elsewhere = source.with_name("elsewhere")
-        source.rename(elsewhere)
+            shutil.copy(path, target)
+        shutil.rmtree(source)
+    else:
+        target.unlink()
         time.sleep(0.01)
-        elsewhere.rename(target)
+        source.rename(target)
 
 
-class DoublingDisk(Disk):
+def vanish(source, target):
+    """What is renamed is nowhere for a moment."""
+    elsewhere = source.with_name("elsewhere")
+    source.rename(elsewhere)
+    time.sleep(0.01)
+    elsewhere.rename(target)
+
+
+def double(source, target):
     """What is renamed stays under its old name."""
-
-    def rename(self, source, target):
-        if source.is_dir():
-            shutil.copytree(source, source.with_name("copy"))
-            source.with_name("copy").rename(target)
-        else:
-            source.rename(target)
+    if source.is_dir():
+        shutil.copytree(source, source.with_name("copy"))
+        source.with_name("copy").rename(target)
+    else:
+        source.rename(target)
 
 
-class RewritingDisk(Disk):
+def rewrite(source, target):
     """A file is replaced by writing over it."""
+    if source.is_dir():
+        source.rename(target)
+        return
+    with target.open("r+b") as file:
+        for at in range(0, 4096, 1024):
+            file.write(source.read_bytes()[at : at + 1024])
+            file.flush()
+            time.sleep(0.005)
 
-    def rename(self, source, target):
-        if source.is_dir():
-            source.rename(target)
-            return
-        with target.open("r+b") as file:
-            for at in range(0, 4096, 1024):
-                file.write(source.read_bytes()[at : at + 1024])
-                file.flush()
-                time.sleep(0.005)
+
+def go_away(source, target):
+    """A file is gone while it is replaced."""
+    source.rename(target) if source.is_dir() else copy(source, target)
 
 
 @pytest.mark.parametrize(
-    ("disk", "told"),
+    ("rename", "told"),
     [
-        (CopyingDisk(), r"was seen without its \S+|bytes, or with those of two saves"),
-        (VanishingDisk(), "was seen under neither name"),
-        (DoublingDisk(), "under its old and its new name at a time"),
-        (
-            RewritingDisk(),
-            "a file that was being replaced was seen with 4,096 of 4,096 bytes, or with those of two saves",
-        ),
+        (copy, r"was seen without its \S+|bytes, or with those of two saves"),
+        (vanish, "was seen under neither name"),
+        (double, "under its old and its new name at a time"),
+        (rewrite, "a file that was being replaced was seen with 4,096 of 4,096 bytes, or with those of two saves"),
+        (go_away, "^a file was gone while it was being replaced$"),
     ],
-    ids=["copying", "vanishing", "doubling", "rewriting"],
 )
-def test_a_rename_that_is_not_atomic_is_found(disk, told, tmp_path):
-    found = run_isolated(lambda: renames.check_rename(tmp_path, disk), 30)
+def test_a_rename_that_is_not_atomic_is_found(rename, told, tmp_path):
+    found = run_isolated(lambda: renames.check_rename(tmp_path, disk_whose("rename", rename)), 30)
     assert found.verdict == "FAILED"
     assert re.search(told, found.value), found.value
     assert found.advice.startswith("commits are not safe here: a run could load half a checkpoint, or find none")
-
-
-def test_a_file_that_is_gone_while_it_is_replaced_is_found(tmp_path):
-    class Gone(Disk):
-        def rename(self, source, target):
-            if source.is_dir():
-                source.rename(target)
-            else:
-                CopyingDisk.rename(CopyingDisk(), source, target)
-
-    found = run_isolated(lambda: renames.check_rename(tmp_path, Gone()), 30)
-    assert (found.verdict, found.value) == ("FAILED", "a file was gone while it was being replaced")
 
 
 @pytest.mark.slow
@@ -121,82 +104,67 @@ def _see_late(change, see=renames._see):
 
 
 def test_a_commit_that_is_never_seen_fails(tmp_path, monkeypatch):
-    class Lazy(Disk):
-        def rename(self, source, target):
-            pass
-
     monkeypatch.setattr(renames, "PATIENCE_SECONDS", 0.2)
-    found = run_isolated(lambda: renames.check_rename(tmp_path, Lazy()), 30)
+    found = run_isolated(lambda: renames.check_rename(tmp_path, disk_whose("rename", lambda *_: None)), 30)
     assert (found.verdict, found.value) == ("FAILED", "another process did not see it for 0.2 s")
 
 
 # ---- fsync, claims, locks, clock -------------------------------------------------------------------------------------
 
 
-class SyncDisk(Disk):
-    """fsync fails: of files or of folders, with a number."""
-
-    def __init__(self, number, folders):
-        self.number, self.folders = number, folders
-
-    def sync_file(self, fd):
-        if self.folders == Path(f"/proc/self/fd/{fd}").is_dir():
-            raise OSError(self.number, os.strerror(self.number))
-        super().sync_file(fd)
-
-
 @pytest.mark.parametrize(
-    ("disk", "verdict", "value", "advice"),
+    ("number", "of_folders", "verdict", "value", "advice"),
     [
-        (SyncDisk(errno.EIO, False), "FAILED", "fails on a file: Input/output error", "nothing that is saved here"),
-        (SyncDisk(errno.EIO, True), "FAILED", "fails on a folder: Input/output error", "may take back the name"),
-        (SyncDisk(errno.EINVAL, True), "warning", "refused on folders: Invalid argument", "may take back the newest"),
+        (errno.EIO, False, "FAILED", "fails on a file: Input/output error", "nothing that is saved here"),
+        (errno.EIO, True, "FAILED", "fails on a folder: Input/output error", "may take back the name"),
+        (errno.EINVAL, True, "warning", "refused on folders: Invalid argument", "may take back the newest"),
     ],
 )
-def test_an_fsync_that_fails_is_found(disk, verdict, value, advice, tmp_path):
-    found = filesystem_checks.check_sync(tmp_path, disk)
+def test_an_fsync_that_fails_is_found(number, of_folders, verdict, value, advice, tmp_path):
+    def sync(fd):
+        if of_folders == Path(f"/proc/self/fd/{fd}").is_dir():
+            raise OSError(number, os.strerror(number))
+        DISK.sync_file(fd)
+
+    found = filesystem_checks.check_sync(tmp_path, disk_whose("sync_file", sync))
     assert found.verdict == verdict
     assert value in found.value
     assert advice in found.advice
 
 
 def test_an_fsync_that_takes_long_is_slow(tmp_path, monkeypatch):
-    class Slow(Disk):
-        def sync_file(self, fd):
-            time.sleep(0.02)
-
     monkeypatch.setattr(filesystem_checks, "SLOW_SYNC_SECONDS", 0.01)
-    assert filesystem_checks.check_sync(tmp_path, Slow(), seconds=0.0).verdict == "slow"
+    slow = disk_whose("sync_file", lambda fd: time.sleep(0.02))
+    assert filesystem_checks.check_sync(tmp_path, slow, seconds=0.0).verdict == "slow"
 
 
 def test_bytes_that_are_not_those_that_were_written_are_found(tmp_path):
-    class Lossy(Disk):
-        def sync_file(self, fd):
-            os.pwrite(fd, b"\0" * 64, 0)
-
-    found = filesystem_checks.check_sync(tmp_path, Lossy())
+    lossy = disk_whose("sync_file", lambda fd: os.pwrite(fd, b"\0" * 64, 0))
+    found = filesystem_checks.check_sync(tmp_path, lossy)
     assert (found.verdict, found.value) == ("FAILED", "what was written is not what is read")
 
 
-def test_files_that_two_processes_make_at_once_are_found(tmp_path):
-    class Sharing(Disk):
-        def create_file(self, path, data):
-            self.write_file(path, data)
-
-    found = run_isolated(lambda: filesystem_checks.check_claim(tmp_path, Sharing()), 30)
-    assert found.verdict == "FAILED"
-    assert found.value == "two processes made the same file, each as the only one, 10 times of 10"
-    assert found.advice == "two runs could write to one root, and rename and prune each other's checkpoints"
+def _refuse(path, data):
+    raise FileExistsError(errno.EEXIST, "File exists", str(path))
 
 
-def test_files_that_nobody_can_make_are_found(tmp_path):
-    class Refusing(Disk):
-        def create_file(self, path, data):
-            raise FileExistsError(errno.EEXIST, "File exists", str(path))
-
-    found = run_isolated(lambda: filesystem_checks.check_claim(tmp_path, Refusing()), 30)
-    assert found.verdict == "FAILED"
-    assert found.value == "of two processes none could make a file that was not there, 10 times"
+@pytest.mark.parametrize(
+    ("create", "value", "advice"),
+    [
+        (
+            *(DISK.write_file, "two processes made the same file, each as the only one, 10 times of 10"),
+            "two runs could write to one root, and rename and prune each other's checkpoints",
+        ),
+        (
+            *(_refuse, "of two processes none could make a file that was not there, 10 times"),
+            "no run could claim its root",
+        ),
+    ],
+    ids=["both", "none"],
+)
+def test_files_that_two_processes_make_at_once_or_nobody_can_make_are_found(create, value, advice, tmp_path):
+    found = run_isolated(lambda: filesystem_checks.check_claim(tmp_path, disk_whose("create_file", create)), 30)
+    assert (found.verdict, found.value, found.advice) == ("FAILED", value, advice)
 
 
 def test_a_root_that_two_processes_own_is_found(tmp_path, monkeypatch):
@@ -253,29 +221,24 @@ def test_a_clock_that_is_off_is_told(shift, told, tmp_path, monkeypatch):
 # ---- direct I/O, room, links -----------------------------------------------------------------------------------------
 
 
+def refusing_direct(number):
+    def write_at(fd, data, offset):
+        if os.O_DIRECT & fcntl.fcntl(fd, fcntl.F_GETFL):
+            raise OSError(number, os.strerror(number))
+        return os.pwrite(fd, data, offset)
+
+    return disk_whose("write_at", write_at)
+
+
 def test_direct_io_that_is_refused_is_slow_and_other_errors_fail(tmp_path):
-    class Refusing(Disk):
-        number = errno.EINVAL
-
-        def write_at(self, fd, data, offset):
-            if os.O_DIRECT & fcntl.fcntl(fd, fcntl.F_GETFL):
-                raise OSError(self.number, os.strerror(self.number))
-            return os.pwrite(fd, data, offset)
-
-    found = filesystem_checks.check_direct(tmp_path, Refusing())
-    assert found.verdict == "slow"
-    assert "Invalid argument" in found.value
-    Refusing.number = errno.EIO
+    found = filesystem_checks.check_direct(tmp_path, refusing_direct(errno.EINVAL))
+    assert (found.verdict, "Invalid argument" in found.value) == ("slow", True)
     with pytest.raises(OSError, match="Input/output"):
-        filesystem_checks.check_direct(tmp_path, Refusing())
+        filesystem_checks.check_direct(tmp_path, refusing_direct(errno.EIO))
 
 
 def test_room_that_is_not_taken_is_told(tmp_path):
-    class Emulating(Disk):
-        def reserve(self, fd, size):
-            pass
-
-    found = filesystem_checks.check_reserve(tmp_path, SIZE, Emulating())
+    found = filesystem_checks.check_reserve(tmp_path, SIZE, disk_whose("reserve", lambda fd, size: None))
     assert found.verdict == "warning"
     assert "a full disk or quota shows only while a save is being written" in found.advice
     assert list(tmp_path.iterdir()) == []
@@ -294,14 +257,11 @@ def test_a_file_system_without_links_is_fine(tmp_path, monkeypatch):
 
 
 def test_a_slow_disk_ends_the_test_of_its_speed(tmp_path):
-    class Slow(Disk):
-        def write_at(self, fd, data, offset):
-            time.sleep(0.1)
-            return os.pwrite(fd, data, offset)
+    def write_at(fd, data, offset):
+        time.sleep(0.1)
+        return os.pwrite(fd, data, offset)
 
-    began = time.monotonic()
-    found = speed.check_write(tmp_path, 64 * 1024 * 1024, 0.15, Slow())
-    assert time.monotonic() - began < 5
+    found = speed.check_write(tmp_path, 64 * 1024 * 1024, 0.15, disk_whose("write_at", write_at))
     assert found.verdict == "slow"
     assert "stopped after" in found.value
     assert "less than a project folder on NFS gives one process" in found.advice
@@ -310,12 +270,6 @@ def test_a_slow_disk_ends_the_test_of_its_speed(tmp_path):
 
 
 def test_where_direct_io_is_refused_it_goes_through_the_cache(tmp_path):
-    class Refusing(Disk):
-        def write_at(self, fd, data, offset):
-            if os.O_DIRECT & fcntl.fcntl(fd, fcntl.F_GETFL):
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return os.pwrite(fd, data, offset)
-
-    found = speed.check_write(tmp_path, SIZE, 10, Refusing())
+    found = speed.check_write(tmp_path, SIZE, 10, refusing_direct(errno.EINVAL))
     assert found.figures["direct"] is False
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) == SIZE

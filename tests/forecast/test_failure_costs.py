@@ -2,13 +2,11 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptman.comm.control_group import Channel
 from ckptman.comm.peers import Place, receivers
 from ckptman.errors import IntervalError
 from ckptman.forecast.failure_costs import (
@@ -53,8 +51,7 @@ def test_a_node_needs_what_saves_to_memory_ask_for():
         peers = receivers(places, copies)
         of_rank = []
         for rank in range(ranks):
-            channel = cast(Channel, SimpleNamespace(rank=rank))
-            exchange = PartExchange(channel, Path("/nowhere"), peers, DISK)
+            exchange = PartExchange(SimpleNamespace(rank=rank), Path("/nowhere"), peers, DISK)
             of_rank.append(SLOTS * part + exchange.needs_bytes([part] * len(places)))
         saving = Saving(part * len(places), part, 1.0)
         told = by_name(node_figures(Nodes(nodes, ranks, 1.0, copies), saving, CostShare(), None))
@@ -106,32 +103,27 @@ def test_disk_alone_is_what_the_tier_says_with_the_queue():
 
 @settings(max_examples=60, deadline=None, print_blob=True)
 @given(
-    notice=st.floats(0, 600),
-    queue=st.floats(0, 1e5),
-    mtbf=st.floats(60, 1e7),
+    life=st.builds(
+        Life, st.just(600), st.floats(60, 1e7), notice_seconds=st.floats(0, 600), queue_seconds=st.floats(0, 1e5)
+    ),
     in_place=st.none() | st.floats(0, 1e4),
     survived=st.floats(0, 1),
     copies=st.integers(1, 4),
 )
-def test_shares_are_shares(notice, queue, mtbf, in_place, survived, copies):
-    found = costs(
-        Nodes(4, 8, 4e9, copies), Life(600, mtbf, notice_seconds=notice, queue_seconds=queue), in_place, survived
-    )
-    for each in found.values():
+def test_shares_are_shares(life, in_place, survived, copies):
+    for each in costs(Nodes(4, 8, 4e9, copies), life, in_place, survived).values():
         assert 0 <= each["goodput"] <= 1
         assert each["lost_per_failure"] >= 0
         assert each["restart"] >= 0
 
 
 @pytest.mark.parametrize(
-    ("nodes", "told"),
+    ("exchange", "copies", "told"),
     [
-        ({"copies": 0}, "--copies must be a whole number of at least 1"),
-        ({"exchange_bytes_per_second": 0.0}, "--exchange must be a finite number above 0"),
+        (1e9, 0, "--copies must be a whole number of at least 1"),
+        (0.0, 2, "--exchange must be a finite number above 0"),
     ],
 )
-def test_what_cannot_be(nodes, told):
+def test_what_cannot_be(exchange, copies, told):
     with pytest.raises(IntervalError, match=told):
-        node_figures(
-            Nodes(**{"count": 2, "ranks": 1, "exchange_bytes_per_second": 1e9} | nodes), SAVING, CostShare(), None
-        )
+        node_figures(Nodes(2, 1, exchange, copies), SAVING, CostShare(), None)

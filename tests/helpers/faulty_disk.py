@@ -133,6 +133,13 @@ class FaultyDisk(Disk):
         raise Death(f"{fault.when} {name}")
 
 
+def disk_whose(operation: str, does: Callable[..., object]) -> Disk:
+    """A disk that works, but for one operation, which does this instead."""
+    disk = Disk()
+    setattr(disk, operation, does)
+    return disk
+
+
 def faults(error: int | None = None, when: tuple[When, ...] = WHEN) -> Iterator[Fault]:
     """Every fault, without end: the caller stops at the first that was not reached."""
     number = 0

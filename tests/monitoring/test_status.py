@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -28,33 +29,34 @@ def at_work(**fields):
     return [*events, {**events[-1], "step": 251, "time": events[-1]["time"] + 2}]
 
 
-def test_a_run_at_work(tmp_path):
-    root = make_root(tmp_path / "root", at_work(), [100, 200])
+@contextmanager
+def claimed(root):
     held = claim(root, "invented", None)
     try:
-        found = status_of(root)
+        yield
     finally:
         held.release()
+
+
+def test_a_run_at_work(tmp_path):
+    root = make_root(tmp_path / "root", at_work(), [100, 200])
+    with claimed(root):
+        found = status_of(root)
     assert (found.state, found.step, found.total_steps, found.ranks) == ("running", 251, 1000, 8)
     assert (found.saved_step, found.checkpoints, found.places) == (200, 2, ("disk",))
     assert found.metrics["loss"] == pytest.approx(1 / 250, rel=0.1)
     assert found.step_seconds == pytest.approx(2.0, rel=0.1)
-    assert found.next_save is not None
     assert found.next_save["step"] == 300
-    assert found.end is not None
     assert found.end - time.time() == pytest.approx(749 * found.step_seconds, rel=0.05)
 
 
 def test_it_was_killed_or_is_silent(tmp_path, monkeypatch):
     root = make_root(tmp_path / "root", at_work(), [200], ago_seconds=3600)
     assert status_of(root).state == "killed"
-    held = claim(root, "invented", None)
-    try:
+    with claimed(root):
         assert status_of(root).state == "silent"
         monkeypatch.setattr(status_module, "process_lives", lambda owner: None)  # on another machine
         assert status_of(root).state == "silent"
-    finally:
-        held.release()
 
 
 @pytest.mark.parametrize("ending", ["finished", "stopped", "failed"])
@@ -62,9 +64,7 @@ def test_it_has_ended(tmp_path, ending):
     run = InventedRun(2)
     run.job(ending, 120)
     found = status_of(make_root(tmp_path / "root", run.events, [100]))
-    assert (found.state, found.step) == (ending, 120)
-    assert found.next_save is None
-    assert found.end is None
+    assert (found.state, found.step, found.next_save, found.end) == (ending, 120, None, None)
 
 
 def test_its_next_job_waits(tmp_path, monkeypatch):
