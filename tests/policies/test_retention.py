@@ -145,7 +145,7 @@ def test_what_is_coming_counts_and_the_newest_there_is_stays():
     assert list(reasons(run(5), AtMost(bytes=3 * GB), coming=coming)) == [40, 50]
 
 
-# ---- a long run --------------------------------------------------------------------------------------------------------
+# ---- a long run ------------------------------------------------------------------------------------------------------
 
 RULE_SETS = [
     KeepLast(3),
