@@ -18,7 +18,7 @@ from ckptman.catalog import catalog as catalogue_module
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.errors import ConfigError, CorruptError, FormatVersionError, NotFoundError, RootError
-from ckptman.format.manifest import Manifest, compare_names, is_plain_name, read_manifest
+from ckptman.format.manifest import Manifest, compare_names, read_manifest
 from ckptman.format.paths import (
     MAX_STEP,
     new_nonce,
@@ -28,7 +28,7 @@ from ckptman.format.paths import (
     parse_step,
     step_folder,
 )
-from tests.helpers.faulty_disk import manifest_of, rewrite, save
+from tests.helpers.faulty_disk import rewrite, save
 
 
 @pytest.fixture(autouse=True)
@@ -110,29 +110,17 @@ def test_a_nonce_is_never_all_digits(monkeypatch):
     assert new_nonce() == "2026112a"
 
 
-@pytest.mark.parametrize("step", [-1, MAX_STEP + 1])
-def test_a_step_without_a_name(step):
-    with pytest.raises(ConfigError, match="a step is a number from 0 to"):
-        step_folder(step)
-
-
 def test_names_of_the_run_itself(tmp_path):
-    assert parse_owner(owner_path(tmp_path, 7).name) == 7
-    assert parse_owner(owner_path(tmp_path, 12_345_678).name) == 12_345_678
+    for step in (-1, MAX_STEP + 1):
+        with pytest.raises(ConfigError, match="a step is a number from 0 to"):
+            step_folder(step)
+    for number in (7, 12_345_678):
+        assert parse_owner(owner_path(tmp_path, number).name) == number
     for name in ("owner.json", "owner-7.json", "owner-000007.json.tmp-1-0123abcd", "owner-000007.jsonl"):
         assert parse_owner(name) is None
     assert parse_half_written("outcome.json.tmp-17-0123abcd") == 17
     for name in ("outcome.json", "outcome.json.tmp-17-backup", "outcome.json.tmp-17-0123abcd~", ".tmp-17-0123abcd"):
         assert parse_half_written(name) is None
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "../a", "a\0b"])
-def test_a_name_that_leaves_its_folder(tmp_path, name):
-    assert not is_plain_name(name)
-    files = manifest_of(save(tmp_path, 1).path.parent, 100, {name: b""}).model_dump()["files"]
-    save(tmp_path, 100)
-    rewrite(tmp_path / step_folder(100), files=files)
-    assert "not a plain file name" in problem(tmp_path)
 
 
 # ---- what counts -----------------------------------------------------------------------------------------------------
@@ -155,6 +143,11 @@ def test_folders_that_share_a_sequence_are_told_apart_by_time_and_step(tmp_path)
     assert steps(tmp_path) == [2, 1, 3]
 
 
+def as_link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
@@ -162,34 +155,56 @@ def test_folders_that_share_a_sequence_are_told_apart_by_time_and_step(tmp_path)
         (lambda path: os.truncate(path / "__1_0.distcp", 31), "has 31 bytes instead of 32"),
         (lambda path: os.truncate(path / "__1_0.distcp", 33), "has 33 bytes instead of 32"),
         (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
-        (lambda path: os.truncate(path / "manifest.json", 0), "not what ckptman wrote"),
         (lambda path: os.truncate(path / "manifest.json", 300), "not what ckptman wrote"),
-        (lambda path: (path / "manifest.json").write_text("[]"), "not what ckptman wrote"),
-        (lambda path: (path / "manifest.json").write_text('"text"'), "not what ckptman wrote"),
-        (lambda path: (path / "manifest.json").write_text("{}"), "not what ckptman wrote"),
-        (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe\0"), "not what ckptman wrote"),
-        (lambda path: (path / "manifest.json").write_text("[" * 100_000), "not what ckptman wrote"),
-        (lambda path: (path / "manifest.json").write_text('{"format_version": 1}'), "no digest at its end"),
-        (lambda path: rewrite(path, step=200), "its manifest is of step 200"),
-        (lambda path: rewrite(path, surprise=1), r"\(format version 1\): surprise: unknown field"),
-        (lambda path: rewrite(path, sequence=None), "sequence: Field required"),
-        (lambda path: rewrite(path, sequence=0), "sequence: "),
-        (lambda path: rewrite(path, block_bytes=0), "block_bytes: "),
-        (lambda path: rewrite(path, block_bytes=2**60), "block_bytes: "),
-        (lambda path: rewrite(path, world_size="many"), "world_size: "),
-        (lambda path: rewrite(path, time_seconds=math.nan), "time_seconds: "),
-        (lambda path: rewrite(path, files={"a": {"bytes": -1, "digest": "0" * 32}}), "files.a.bytes: "),
-        (lambda path: rewrite(path, files={"a": {"bytes": 1, "digest": "0" * 31}}), "files.a.digest: "),
-        (lambda path: rewrite(path, format_version=0), "which there never was"),
-        (lambda path: rewrite(path, format_version=True), "which there never was"),
-        (lambda path: rewrite(path, format_version="2"), "which there never was"),
-        (lambda path: rewrite(path, format_version=2, surprise=1), "format version 2 is newer"),
+        (b"", "not what ckptman wrote"),
+        (b"[]", "not what ckptman wrote"),
+        (b'"text"', "not what ckptman wrote"),
+        (b"{}", "not what ckptman wrote"),
+        (b"\xff\xfe\0", "not what ckptman wrote"),
+        (b"[" * 100_000, "not what ckptman wrote"),
+        (b'{"format_version": 1}', "no digest at its end"),
+        ({"step": 200}, "its manifest is of step 200"),
+        ({"surprise": 1}, r"\(format version 1\): surprise: unknown field"),
+        ({"sequence": None}, "sequence: Field required"),
+        ({"sequence": 0}, "sequence: "),
+        ({"block_bytes": 0}, "block_bytes: "),
+        ({"block_bytes": 2**60}, "block_bytes: "),
+        ({"world_size": "many"}, "world_size: "),
+        ({"time_seconds": math.nan}, "time_seconds: "),
+        ({"files": {"a": {"bytes": -1, "digest": "0" * 32}}}, "files.a.bytes: "),
+        ({"files": {"a": {"bytes": 1, "digest": "0" * 31}}}, "files.a.digest: "),
+        ({"format_version": 0}, "which there never was"),
+        ({"format_version": True}, "which there never was"),
+        ({"format_version": "2"}, "which there never was"),
+        ({"format_version": 2, "surprise": 1}, "format version 2 is newer"),
+        *(
+            ({"files": {name: {"bytes": 0, "digest": "0" * 32}}}, "not a plain file name")
+            for name in ("", ".", "..", "a/b", "/etc/passwd", "../a", "a\0b")
+        ),
+        (lambda path: as_link(path), "it is a link, not a folder"),
+        *(
+            (lambda path, name=name: as_link(path / name), f"{name} is not a regular file")
+            for name in ("__0_0.distcp", "index.json", "manifest.json")
+        ),
+        # What is no file does not hang.
+        *(
+            (lambda path, name=name, make=make: (path / name).unlink() or make(path / name), "is not a regular file")
+            for name in ("__0_0.distcp", "manifest.json")
+            for make in (Path.mkdir, os.mkfifo)
+        ),
     ],
 )
 def test_what_does_not_count(tmp_path, damage, complaint):
+    """`damage`: what is done to a folder, the text of its manifest, or fields of it."""
     save(tmp_path, 50)
-    damage(save(tmp_path, 100).path)
-    assert steps(tmp_path) == [50]
+    path = save(tmp_path, 100).path
+    if callable(damage):
+        damage(path)
+    elif isinstance(damage, bytes):
+        (path / "manifest.json").write_bytes(damage)
+    else:
+        rewrite(path, **damage)
+    assert 100 not in steps(tmp_path)
     assert re.search(complaint, problem(tmp_path))
 
 
@@ -202,34 +217,6 @@ def test_a_newer_format_is_told_apart_from_damage(tmp_path):
     # Without a digest at its end too: a newer format may have moved it.
     (entry.path / "manifest.json").write_text('{"format_version": 8}')
     assert Catalog(tmp_path).entry(100).newer_format is not None
-
-
-def as_link(path):
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to("elsewhere")
-
-
-@pytest.mark.parametrize(
-    ("name", "complaint"),
-    [
-        ("", "it is a link, not a folder"),
-        ("__0_0.distcp", "__0_0.distcp is not a regular file"),
-        ("index.json", "index.json is not a regular file"),
-        ("manifest.json", "manifest.json is not a regular file"),
-    ],
-)
-def test_links_do_not_count(tmp_path, name, complaint):
-    as_link(save(tmp_path, 100).path / name)
-    assert complaint in problem(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json"])
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_what_is_no_file_does_not_count_and_does_not_hang(tmp_path, name, make):
-    path = save(tmp_path, 100).path / name
-    path.unlink()
-    make(path)
-    assert "is not a regular file" in problem(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -330,12 +317,16 @@ def test_one_that_stood_aside_does_not_hide_a_newer_format(tmp_path):
 # ---- the root --------------------------------------------------------------------------------------------------------
 
 
-def test_a_root_that_is_not_there(tmp_path):
+def test_a_root_that_is_not_there_is_a_file_or_is_empty(tmp_path):
     with pytest.raises(NotFoundError, match="there is no checkpoint root"):
         Catalog(tmp_path / "nowhere").scan()
-
-
-def test_a_root_that_is_a_file(tmp_path):
+    assert Catalog(tmp_path).scan() == []
+    with pytest.raises(NotFoundError, match="no checkpoint of step 5; the latest there are: none"):
+        Catalog(tmp_path).entry(5)
+    for step in (300, 100):
+        save(tmp_path, step)
+    with pytest.raises(NotFoundError, match="no checkpoint of step 5; the latest there are: 300, 100"):
+        Catalog(tmp_path).entry(5)
     (tmp_path / "file").touch()
     with pytest.raises(RootError, match="is a file, not a folder: name another root"):
         Catalog(tmp_path / "file").scan()
@@ -390,44 +381,22 @@ def test_an_earlier_save_does_not_stand_in_for_one_that_cannot_be_read(tmp_path,
         Catalog(tmp_path).scan()
 
 
-def test_an_empty_root(tmp_path):
-    assert Catalog(tmp_path).scan() == []
-    with pytest.raises(NotFoundError, match="no checkpoint of step 5; the latest there are: none"):
-        Catalog(tmp_path).entry(5)
-
-
-def test_a_step_that_does_not_exist_names_those_that_do(tmp_path):
-    for step in (300, 100):
-        save(tmp_path, step)
-    with pytest.raises(NotFoundError, match="no checkpoint of step 5; the latest there are: 300, 100"):
-        Catalog(tmp_path).entry(5)
-
-
 # ---- while others write ----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_vanishes_while_it_is_looked_at(tmp_path, monkeypatch):
+@pytest.mark.parametrize("reader", ["read_manifest", "compare_names"])
+def test_a_folder_that_vanishes_while_it_is_looked_at(tmp_path, monkeypatch, reader):
     for step in (100, 200):
         save(tmp_path, step)
+    read = getattr(catalogue_module, reader)
 
-    def late(folder):
+    def late(folder, *rest):
         if folder.name == step_folder(100):
             shutil.rmtree(folder)
-        return read_manifest(folder)
+        return read(folder, *rest)
 
-    monkeypatch.setattr(catalogue_module, "read_manifest", late)
+    monkeypatch.setattr(catalogue_module, reader, late)
     assert [entry.step for entry in Catalog(tmp_path).scan()] == [200]
-
-
-def test_a_folder_that_vanishes_after_its_manifest_was_read(tmp_path, monkeypatch):
-    save(tmp_path, 100)
-
-    def late(folder, manifest):
-        shutil.rmtree(folder)
-        return compare_names(folder, manifest)
-
-    monkeypatch.setattr(catalogue_module, "compare_names", late)
-    assert Catalog(tmp_path).scan() == []
 
 
 def test_a_step_that_is_replaced_while_it_is_looked_at(tmp_path, monkeypatch):
