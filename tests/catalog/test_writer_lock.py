@@ -55,13 +55,6 @@ def marks(root):
     return sorted(path.name for path in run_folder(root).iterdir())
 
 
-def wait_for(what):
-    end = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 # ---- claiming and giving back ----------------------------------------------------------------------------------------
 
 
@@ -124,11 +117,7 @@ def test_a_process_that_this_host_hides_is_watched(tmp_path, monkeypatch):
     owner = leave(tmp_path)
     monkeypatch.setattr(owner_module, "_state_and_start", lambda pid: None)
     assert not soon(is_alive, tmp_path, owner), "nothing is heard of it"
-
-    def refuse(pid, number):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(os, "kill", mock.Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
     with touching(owner_path(tmp_path, 1)):
         assert is_alive(tmp_path, owner)
 
@@ -186,21 +175,35 @@ def test_an_owner_on_another_host_that_leaves_while_we_watch(tmp_path, monkeypat
     claim(tmp_path, "run", None).release()
 
 
-def test_an_owner_touches_its_claim(tmp_path, monkeypatch):
+def test_an_owner_touches_its_claim_until_it_is_released(tmp_path, monkeypatch):
+    beats, touch = threading.Semaphore(0), os.utime
+
+    def beat(path):
+        try:
+            touch(path)
+        finally:
+            beats.release()
+
+    def await_beats():
+        """The second one from now on has begun from now on."""
+        while beats.acquire(blocking=False):
+            pass
+        assert all(beats.acquire(timeout=60) for _ in range(2))
+
     monkeypatch.setattr(owner_module, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(os, "utime", beat)
     held = claim(tmp_path, "run", None)
     path = owner_path(tmp_path, 1)
-    os.utime(path, (0, 0))
-    wait_for(lambda: path.stat().st_mtime > 0)
-    path.rename(path.with_name("away"))  # the file system is away for a moment
-    time.sleep(0.05)
-    path.with_name("away").rename(path)
-    os.utime(path, (0, 0))
-    wait_for(lambda: path.stat().st_mtime > 0)
+    for _ in range(2):
+        touch(path, (0, 0))
+        await_beats()
+        assert path.stat().st_mtime > 0
+        path.rename(path.with_name("away"))  # the file system is away for a moment
+        await_beats()
+        path.with_name("away").rename(path)
     held.release()
-    os.utime(path, (0, 0))
-    time.sleep(0.05)
-    assert path.stat().st_mtime == 0
+    held._thread.join(60)
+    assert not held._thread.is_alive()
 
 
 # ---- rubbish and loss ------------------------------------------------------------------------------------------------
@@ -237,14 +240,10 @@ def test_a_claim_that_is_whole_a_moment_later_is_alive(tmp_path, monkeypatch):
     assert caught.value.job_id == "4711"
 
 
-@pytest.mark.parametrize("pid", [0, -1, 2**31, 10**30])
-def test_a_pid_that_cannot_be_is_rubbish(tmp_path, pid):
-    leave(tmp_path, pid=pid)
-    assert read_owner(tmp_path) is None
-    soon(claim, tmp_path, "run", None).release()
-
-
-def test_a_field_of_a_later_version_does_not_make_an_owner_unreadable(tmp_path):
+def test_a_pid_that_cannot_be_is_rubbish_and_a_field_of_a_later_version_is_not(tmp_path):
+    for pid in (0, -1, 2**31, 10**30):
+        leave(tmp_path, pid=pid)
+        assert read_owner(tmp_path) is None
     owner = leave(tmp_path)
     text = owner_path(tmp_path, 1).read_text()
     owner_path(tmp_path, 1).write_text(text.replace('{"host"', '{"rank": 0, "host"'))
@@ -296,23 +295,15 @@ def test_whoever_looked_too_early_loses(tmp_path, monkeypatch):
     held = claim(tmp_path, "run", None)
     DISK.rename(owner_path(tmp_path, 1), owner_path(tmp_path, 5))
     held._number = 5
-    monkeypatch.setattr(owner_module, "_newest", late(owner_module._newest))
-    with pytest.raises(BusyError, match=f"pid {os.getpid()}"):
+    nothing_first = itertools.chain([None], itertools.repeat(mock.DEFAULT))
+    with (
+        mock.patch.object(owner_module, "_newest", wraps=owner_module._newest, side_effect=nothing_first),
+        pytest.raises(BusyError, match=f"pid {os.getpid()}"),
+    ):
         claim(tmp_path, "other", None)
     assert marks(tmp_path) == ["owner-000005.json"]
     held.check()
     held.release()
-
-
-def late(newest):
-    """A look that sees nothing the first time."""
-    calls = []
-
-    def look(root):
-        calls.append(root)
-        return None if len(calls) == 1 else newest(root)
-
-    return look
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT])
@@ -341,6 +332,7 @@ def test_a_root_whose_own_folder_is_a_file(tmp_path):
 @pytest.mark.parametrize("left", [None, "dead", "released"])
 def test_death_at_any_operation_of_a_claim(tmp_path, monkeypatch, dead, left):
     """The next run gets the root, at the latest when its patience is over."""
+    late = this_process("late", None).model_copy(update={"pid": dead})
     for fault in faults():
         root = tmp_path / f"{fault.at}-{fault.when}"
         if left is not None:
@@ -349,7 +341,7 @@ def test_death_at_any_operation_of_a_claim(tmp_path, monkeypatch, dead, left):
         disk = FaultyDisk(fault)
         with monkeypatch.context() as patch:
             # Who dies in this test does not live on in this process.
-            patch.setattr(owner_module, "this_process", lambda run, job: late_self(dead))
+            patch.setattr(owner_module, "this_process", lambda run, job: late)
             with contextlib.suppress(Death):
                 claim(root, "run", None, disk=disk).release()
         held = soon(claim, root, "run", None)
@@ -359,10 +351,6 @@ def test_death_at_any_operation_of_a_claim(tmp_path, monkeypatch, dead, left):
         if not disk.struck:
             break
     assert fault.at >= (3 if left else 2)
-
-
-def late_self(pid):
-    return this_process("late", None).model_copy(update={"pid": pid})
 
 
 def test_an_error_at_any_operation_of_a_claim(tmp_path, dead):
