@@ -197,88 +197,45 @@ def test_intervals_are_converted_into_steps(policy, known, steps):
     assert policy.interval_steps(facts(2, **known)) == steps
 
 
-# Margin 10 s, an assumed save of 60 s, safety 2; and the defaults of 30 s, 60 s and 1.5.
-CAREFUL = BeforeDeadline(10, 60, 2)
+CAREFUL = BeforeDeadline(margin_seconds=10, assumed_save_seconds=60, safety=2)
+MEASURED = {"durable_seconds": 120.0, "step_seconds": 31.0}
 UNDER_WAY = {"saved_step": 5, "start_step": 4, "seconds_since_save": 20.0, "step_seconds": 5.0}
+FAILED = UNDER_WAY | {"saved_step": 4}
+TEXT = "{left} s left before the deadline, {needed} s needed ({summands})"
 
 
 @pytest.mark.parametrize(
-    ("policy", "left", "known", "why", "stop"),
+    ("policy", "known", "needed", "summands", "stop"),
     [
-        (BeforeDeadline(), None, {}, None, None),
-        (BeforeDeadline(), 241.0, {"durable_seconds": 120.0, "step_seconds": 31.0}, None, None),
-        (
-            BeforeDeadline(),
-            240.0,
-            {"durable_seconds": 120.0, "step_seconds": 31.0},
-            "240 s left before the deadline, 241 s needed (1.5 x save of 120 s + margin of 30 s + step of 31 s)",
-            True,
-        ),
-        (
-            BeforeDeadline(),
-            -5.0,
-            {},
-            "-5 s left before the deadline, 120 s needed (1.5 x assumed save of 60 s + margin of 30 s + step of 0 s)",
-            True,
-        ),
-        (BeforeDeadline(0, 600, 1), 10.0, {"durable_seconds": 0.0}, None, None),  # measured, not assumed
-        # It saves once to measure while there is time for two.
-        (CAREFUL, 250.0, {}, None, None),
-        (
-            CAREFUL,
-            249.0,
-            {},
-            "first save, to measure its cost: 249 s left before the deadline, 250 s needed "
-            "(2 x two assumed saves of 60 s + margin of 10 s + step of 0 s)",
-            False,
-        ),
-        # Not where a step takes longer than a save: measuring would gain nothing.
-        (CAREFUL, 191.0, {"step_seconds": 61.0}, None, None),
-        (
-            CAREFUL,
-            130.0,
-            {"step_seconds": 61.0},
-            "130 s left before the deadline, 191 s needed (2 x assumed save of 60 s + margin of 10 s + step of 61 s)",
-            True,
-        ),
-        # Nor where a save as short as a step would leave no time for the last one: 2 x 10 + 10 + 10.
-        (
-            CAREFUL,
-            40.0,
-            {"step_seconds": 10.0},
-            "first save, to measure its cost: 40 s left before the deadline, 260 s needed "
-            "(2 x two assumed saves of 60 s + margin of 10 s + step of 10 s)",
-            False,
-        ),
-        (
-            CAREFUL,
-            39.0,
-            {"step_seconds": 10.0},
-            "39 s left before the deadline, 140 s needed (2 x assumed save of 60 s + margin of 10 s + step of 10 s)",
-            True,
-        ),
-        # A first save that is under way takes at least what it has taken: 2 x (20 + 5) + 10 + 5.
-        (CAREFUL, 65.0, UNDER_WAY, None, None),
-        (
-            CAREFUL,
-            64.0,
-            UNDER_WAY,
-            "64 s left before the deadline, 65 s needed (2 x save under way of 25 s + margin of 10 s + step of 5 s)",
-            True,
-        ),
-        (
-            CAREFUL,
-            64.0,
-            UNDER_WAY | {"saved_step": 4},  # it failed, and is tried again
-            "first save, to measure its cost: 64 s left before the deadline, 255 s needed "
-            "(2 x two assumed saves of 60 s + margin of 10 s + step of 5 s)",
-            False,
-        ),
+        (BeforeDeadline(), MEASURED, 241, "1.5 x save of 120 s + margin of 30 s + step of 31 s", True),
+        # Nothing was measured: it saves once to measure while there is time for two.
+        (CAREFUL, {}, 250, "2 x two assumed saves of 60 s + margin of 10 s + step of 0 s", False),
+        (CAREFUL, {"step_seconds": 10.0}, 260, "2 x two assumed saves of 60 s + margin of 10 s + step of 10 s", False),
+        (CAREFUL, FAILED, 255, "2 x two assumed saves of 60 s + margin of 10 s + step of 5 s", False),
+        # Not where a step takes longer than a save: it would gain nothing.
+        (CAREFUL, {"step_seconds": 61.0}, 191, "2 x assumed save of 60 s + margin of 10 s + step of 61 s", True),
+        # A first save that is under way takes at least what it has taken until the next chance.
+        (CAREFUL, UNDER_WAY, 65, "2 x save under way of 25 s + margin of 10 s + step of 5 s", True),
     ],
 )
-def test_before_a_deadline_it_saves_at_the_last_step_that_is_in_time(policy, left, known, why, stop):
-    decision = policy.decide(facts(9, time_left_seconds=left, **known))
-    assert decision == (None if why is None else Decision(why, stop))
+def test_before_a_deadline_it_saves_at_the_last_step_that_is_in_time(policy, known, needed, summands, stop):
+    assert policy.decide(facts(9, time_left_seconds=float(needed), **known)) is None
+    text = TEXT.format(left=needed - 1, needed=needed, summands=summands)
+    text = text if stop else f"first save, to measure its cost: {text}"
+    assert policy.decide(facts(9, time_left_seconds=needed - 1.0, **known)) == Decision(text, stop)
+
+
+def test_before_a_deadline_that_is_near_nothing_is_measured():
+    room = 2 * 10 + 10 + 10  # for a save as short as a step, after the next step
+    assert not CAREFUL.decide(facts(time_left_seconds=room, step_seconds=10.0)).stop
+    assert CAREFUL.decide(facts(time_left_seconds=room - 1.0, step_seconds=10.0)) == Decision(
+        TEXT.format(left=39, needed=140, summands="2 x assumed save of 60 s + margin of 10 s + step of 10 s"), stop=True
+    )
+    late = BeforeDeadline().decide(facts(time_left_seconds=-5.0))
+    assert late.stop
+    assert late.reason.startswith("-5 s left before the deadline, 120 s needed")
+    assert BeforeDeadline().decide(facts()) is None, "no deadline is known"
+    assert BeforeDeadline(0, 600, 1).decide(facts(time_left_seconds=10.0, durable_seconds=0.0)) is None
 
 
 def test_a_stop_that_was_asked_for_saves_and_leaves():
