@@ -53,7 +53,15 @@ class Own(SavePolicy):
 
 # ---- examples --------------------------------------------------------------------------------------------------------
 
+
+def since(seconds):
+    return {"seconds_since_save": seconds}
+
+
 INIT = {"init_seconds": 95.0, "step_seconds": 31.0}
+INIT_95 = {"init_seconds": 95.0}
+INIT_380 = "(4 x init of 95 s = 380 s at 31 s a step)"
+SAVED_0 = {"saved_step": 0}
 RESTORED_100 = {"saved_step": 100, "start_step": 100}
 DALY = {"stall_seconds": 10.0, "init_seconds": 600.0, "step_seconds": 15.0, "saved_step": 1}
 UNMEASURED = DALY | {"stall_seconds": None, "saved_step": 40, "start_step": 40}
@@ -64,8 +72,8 @@ FIRST = "first save, to measure its cost"
 @pytest.mark.parametrize(
     ("policy", "step", "known", "why"),
     [
-        (EverySteps(3), 2, {"saved_step": 0}, None),
-        (EverySteps(3), 3, {"saved_step": 0}, "every 3 steps"),
+        (EverySteps(3), 2, SAVED_0, None),
+        (EverySteps(3), 3, SAVED_0, "every 3 steps"),
         (EverySteps(3), 4, {"saved_step": 3}, None),
         (EverySteps(1), 1, {}, "every step"),
         (EverySteps(100), 96, {"previous_step": 88, "saved_step": 0}, None),  # step numbers may jump
@@ -84,18 +92,13 @@ FIRST = "first save, to measure its cost"
         (AtStep(100), 101, {"saved_step": 90}, "at step 100 (now at 101)"),
         (AtStep(100, 102), 104, {"previous_step": 96}, "at step 102 (now at 104)"),
         (AtStep(100), 151, {"saved_step": 150, "start_step": 150}, None),
-        (EverySeconds(900), 1, {"seconds_since_save": 899.0}, None),
-        (EverySeconds(900), 1, {"seconds_since_save": 900.0}, "every 900 s"),
+        (EverySeconds(900), 1, since(899.0), None),
+        (EverySeconds(900), 1, since(900.0), "every 900 s"),
         (EverySeconds(900), 1, {"seconds_since_save": 860.0, "step_seconds": 40.0}, None),
         (EverySeconds(900), 1, {"seconds_since_save": 861.0, "step_seconds": 40.0}, "every 900 s"),
         (EverySeconds(2.5), 1, {"seconds_since_save": 31.0, "step_seconds": 31.0}, "every 2.5 s"),
-        (InitTimeInterval(), 111, INIT | RESTORED_100 | {"seconds_since_save": 341.0}, None),
-        (
-            InitTimeInterval(),
-            112,
-            INIT | RESTORED_100 | {"seconds_since_save": 372.0},
-            "12 steps since the last save (4 x init of 95 s = 380 s at 31 s a step)",
-        ),
+        (InitTimeInterval(), 111, INIT | RESTORED_100 | since(341.0), None),
+        (InitTimeInterval(), 112, INIT | RESTORED_100 | since(372.0), f"12 steps since the last save {INIT_380}"),
         (
             InitTimeInterval(),
             30,
@@ -108,46 +111,22 @@ FIRST = "first save, to measure its cost"
             {"init_seconds": 5.0, "step_seconds": 30.0},
             "2 steps since the start (4 x init of 5 s = 20 s, held to 60 s at 30 s a step)",
         ),
-        (
-            InitTimeInterval(),  # by the clock when steps slow down
-            5,
-            INIT | {"saved_step": 0, "seconds_since_save": 352.0},
-            "352 s since the last save (4 x init of 95 s = 380 s at 31 s a step)",
-        ),
-        (
-            InitTimeInterval(),  # due again after a failed save
-            13,
-            INIT | {"saved_step": 0, "seconds_since_save": 403.0},
-            "13 steps since the last save (4 x init of 95 s = 380 s at 31 s a step)",
-        ),
+        # By the clock when steps slow down; and due again after a failed save.
+        (InitTimeInterval(), 5, INIT | SAVED_0 | since(352.0), f"352 s since the last save {INIT_380}"),
+        (InitTimeInterval(), 13, INIT | SAVED_0 | since(403.0), f"13 steps since the last save {INIT_380}"),
         (
             InitTimeInterval(),  # an interval shorter than a step
             7,
             {"init_seconds": 1.0, "step_seconds": 31.0, "saved_step": 6, "seconds_since_save": 31.0},
             "1 step since the last save (4 x init of 1 s = 4 s at 31 s a step)",
         ),
-        (InitTimeInterval(), 500, {"seconds_since_save": 899.0}, None),
-        (
-            InitTimeInterval(),
-            500,
-            {"seconds_since_save": 900.0},
-            "900 s since the start (900 s until the interval can be derived)",
-        ),
-        (
-            InitTimeInterval(),
-            500,
-            {"seconds_since_save": 380.0, "init_seconds": 95.0},
-            "380 s since the start (4 x init of 95 s = 380 s)",
-        ),
-        (InitTimeInterval(max_seconds=None), 500, {"seconds_since_save": 1e9}, None),
+        (InitTimeInterval(), 500, since(899.0), None),
+        (InitTimeInterval(), 9, since(900.0), "900 s since the start (900 s until the interval can be derived)"),
+        (InitTimeInterval(), 9, since(380.0) | INIT_95, "380 s since the start (4 x init of 95 s = 380 s)"),
+        (InitTimeInterval(max_seconds=None), 500, since(1e9), None),
         (DalyInterval(6000), 24, DALY, None),
         (DalyInterval(6000), 25, DALY, f"24 steps since the last save ({GIVE} at 15 s a step)"),
-        (
-            DalyInterval(6000, max_seconds=150),
-            11,
-            DALY,
-            f"10 steps since the last save ({GIVE}, held to 150 s at 15 s a step)",
-        ),
+        (DalyInterval(6000, 0, 150), 11, DALY, f"10 steps since the last save ({GIVE}, held to 150 s at 15 s a step)"),
         (
             DalyInterval(6000),
             5,
@@ -160,16 +139,11 @@ FIRST = "first save, to measure its cost"
         (DalyInterval(6000), 2, DALY | {"stall_seconds": None, "saved_step": None}, FIRST),
         (DalyInterval(6000), 43, UNMEASURED | {"saved_step": 42}, None),  # it is on its way
         (DalyInterval(6000), 44, UNMEASURED, FIRST),  # it failed
+        (DalyInterval(6000, 0, 300), 50, UNMEASURED | {"saved_step": 42} | since(120.0), None),
         (
-            DalyInterval(6000, max_seconds=300),
-            50,
-            UNMEASURED | {"saved_step": 42, "seconds_since_save": 120.0},
-            None,
-        ),
-        (
-            DalyInterval(6000, max_seconds=300),
+            DalyInterval(6000, 0, 300),
             62,
-            UNMEASURED | {"saved_step": 42, "seconds_since_save": 300.0},
+            UNMEASURED | {"saved_step": 42} | since(300.0),
             "20 steps since the last save (300 s until the interval can be derived at 15 s a step)",
         ),
     ],
