@@ -120,3 +120,4 @@ def test_files_are_flushed_before_the_name_that_makes_them_count(tmp_path, monke
     LocalBackend(root).remove(root / "step-0000000100", "step-0000000100", "b")
     assert log == ["rename to step-0000000100.trash-b", "flush root"]
     assert list(root.iterdir()) == []
+    LocalBackend(root).remove(root / "step-0000000100", "step-0000000100", "c")  # it is gone already
