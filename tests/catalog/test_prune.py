@@ -425,29 +425,17 @@ def test_where_the_step_was_saved_again_both_are_there(root):
     assert names_in(root) == [NAME]
 
 
-@pytest.fixture
-def one_way(root):
-    with contextlib.ExitStack() as readers:
-        come = COMING["a reader"][0]
-        yield Meanwhile(lambda: come(root, readers), one_way=True)
-
-
-def test_the_command_says_what_cannot_be_put_back(root, one_way, monkeypatch, capsys):
-    monkeypatch.setattr(prune_module.execute, "__defaults__", (one_way,))
-    assert main(["prune", str(root), "--keep-last", "1"]) == 10
-    told = capsys.readouterr().err
-    assert f"{trash(root)} cannot be removed (it stays under this name, as it cannot be put back: in use" in told
-
-
-def test_a_run_says_what_cannot_be_put_back_and_goes_on(root, one_way):
+def test_a_run_says_what_cannot_be_put_back_and_goes_on(root):
     journal, claimed = Journal(root / "journal.jsonl"), claim(root, "run", None)
-    keeper = RetentionRunner(LocalBackend(root, one_way), KeepLast(1), "fail", claimed, journal)
-    with pytest.warns(RuntimeWarning, match="could not be pruned.* cannot be put back: in use by restore"):
+    with contextlib.ExitStack() as readers:
+        disk = Meanwhile(lambda: readers.enter_context(lease(root, [NAME], what="restore")), one_way=True)
+        keeper = RetentionRunner(LocalBackend(root, disk), KeepLast(1), "fail", claimed, journal)
+        with pytest.warns(RuntimeWarning, match="could not be pruned.* cannot be put back: in use by restore"):
+            keeper.prune()
+        save(root, 400)
         keeper.prune()
-    save(root, 400)
-    keeper.prune()
-    assert is_whole(trash(root)), "not even for the one who took it"
-    keeper.close(tidy=False)
+        assert is_whole(trash(root)), "not even for the one who took it"
+        keeper.close(tidy=False)
     assert sorted(holds(root)) == [400]
     journal.close()
     claimed.release()

@@ -1,7 +1,6 @@
 """A checkpoint after which a run crashed twice at the same step is not loaded a third time."""
 
 import errno
-import json
 import shutil
 import signal
 
@@ -127,18 +126,15 @@ def test_a_run_never_goes_back_to_step_0(root):
     assert train(root, 4, allow_suspect=True) == 3
 
 
-@pytest.mark.parametrize("steps", [0, 1], ids=["at the first step", "later"])
-def test_two_outages_of_a_mount_leave_the_checkpoint_what_it_is(steps, tmp_path):
+def test_two_outages_of_a_mount_leave_the_checkpoint_what_it_is(tmp_path):
     train(tmp_path, 3)
     for _ in range(2):
         with (
             pytest.raises(OSError, match="Input/output"),
             ckptman.Checkpointer(tmp_path, {"x": {"w": torch.zeros(3)}}, deadline=None) as checkpointer,
         ):
-            start = checkpointer.restore()
-            assert start == 3
-            for step in range(steps):
-                checkpointer.step(start + 1 + step)
+            assert checkpointer.restore() == 3
+            checkpointer.step(4)
             raise OSError(errno.EIO, "Input/output error", "/datasets/tokens.bin")
     failed = [each for each in read_journal(journal_path(tmp_path))[0] if each["event"] == "failed"]
     assert [(each["error"], each["cause"]) for each in failed] == [("OSError", "environment")] * 2
@@ -148,14 +144,6 @@ def test_two_outages_of_a_mount_leave_the_checkpoint_what_it_is(steps, tmp_path)
 @pytest.mark.parametrize("number", [None, "2", "x", 1.5, [1], {}, True])
 def test_an_attempt_that_is_no_number_is_of_no_crash(number):
     assert crashes_of([{**event, "attempt": number} for event in journal(*[LOADED_AND_CRASHED] * 2)]) == []
-
-
-def test_a_journal_with_odd_attempts_does_not_keep_a_run_from_its_checkpoints(tmp_path):
-    train(tmp_path, 3)
-    with journal_path(tmp_path).open("a") as file:
-        for event in journal(*[LOADED_AND_CRASHED] * 2):
-            file.write(json.dumps({**event, "attempt": {}, "step": 3}) + "\n")
-    assert train(tmp_path, 4) == 3
 
 
 def start(launch, *events):
