@@ -24,7 +24,7 @@ NAME = step_folder(100)
 
 @pytest.fixture
 def quick(monkeypatch):
-    """What would wait for half a minute does not."""
+    """Shorten the waits of half a minute."""
     monkeypatch.setattr(lease_module, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(lease_module, "_LOOK_SECONDS", 0.01)
 
