@@ -21,6 +21,7 @@ from ckptman.policies.retention_rules import (
     Record,
     RetentionPolicy,
     in_bytes,
+    is_known_time,
     needs_capacity,
 )
 from ckptman.policies.serialization import from_data, to_data
@@ -121,6 +122,11 @@ def test_a_metric_that_is_not_finite_is_never_best(mode, value):
 )
 def test_why_a_rule_does_not_keep_a_record(rule, given, text):
     assert rule.why_not(replace(record(10, 1), **given)) == text
+
+
+def test_a_time_is_known_from_1970_to_the_end_of_9999():
+    latest = 253_402_300_799
+    assert [is_known_time(seconds) for seconds in (-1, 0, 1, latest - 1, latest)] == [False, False, True, True, False]
 
 
 # ---- any history -----------------------------------------------------------------------------------------------------
