@@ -236,10 +236,11 @@ def test_policies_are_values_that_read_like_what_was_written():
     assert union.policies == (EverySteps(3), OnStop(), AtStep(1, 2), EverySeconds(900))
     assert repr(union) == "EverySteps(steps=3) | OnStop() | AtStep(1, 2) | EverySeconds(seconds=900)"
     assert repr(InitTimeInterval()) == "InitTimeInterval(factor=4, min_seconds=0, max_seconds=900)"
-    assert pickle.loads(pickle.dumps(union)) == union
-    assert hash(union) == hash(left | right)
     with pytest.raises(FrozenInstanceError):
         union.policies = ()
+    for each in (*union.policies, BeforeDeadline(), InitTimeInterval(), DalyInterval(6000), union):
+        same = pickle.loads(pickle.dumps(each))
+        assert (same, hash(same)) == (each, hash(each))
 
 
 @given(step=st.integers(1, 500), saved=st.integers(0, 500), since=st.floats(0, 5000), left=st.floats(-10, 500))
