@@ -1,5 +1,7 @@
 """The contract of `Backend`: one suite for every implementation."""
 
+import contextlib
+
 import pytest
 
 from ckptman.catalog.backends.backend import open_backend
@@ -42,74 +44,68 @@ def source(tmp_path):
     return tmp_path / "source"
 
 
-def fill(backend, source):
+@pytest.fixture
+def filled(backend, source):
+    """The backend with a copy of each checkpoint of the source."""
     for entry in Catalog(source).complete():
         copy_checkpoint(entry, backend)
+    return backend
 
 
 def steps(backend):
     return [entry.step for entry in backend.list() if entry.complete]
 
 
-def test_what_holds_nothing_lists_nothing(backend):
+def test_what_holds_nothing_lists_nothing_and_a_draft_does_not_count(backend, source):
     backend.check_there()
+    backend.prune(KeepLast(1), lambda records: True)
+    facts = LocalBackend(source).open(Catalog(source).entry(100)).facts
+    with backend.receive(facts) as draft, draft.claimed(False):
+        assert steps(backend) == []
+        draft.abandon()
     assert backend.list() == []
     assert list(backend.rollbacks()) == []
-    backend.prune(KeepLast(1), lambda records: True)
 
 
-def test_what_was_copied_there_is_listed_in_order_of_commit(backend, source):
-    fill(backend, source)
-    backend.settle()
-    assert steps(backend) == [100, 200, 300]
-    entry = backend.list()[0]
-    assert entry.where == f"{backend.where}/{NAME}"
+def test_what_was_copied_there_is_listed_in_order_of_commit_and_copied_back_as_it_was(filled, source, tmp_path):
+    filled.settle()
+    assert steps(filled) == [100, 200, 300]
+    entry, original = filled.list()[0], Catalog(source).entry(100)
+    assert entry.where == f"{filled.where}/{NAME}"
     assert entry.was_committed
     assert entry.may_go
-    original = Catalog(source).entry(100)
-    assert entry.identity == original.identity
-    assert entry.record().bytes == original.record().bytes
+    assert (entry.identity, entry.record().bytes) == (original.identity, original.record().bytes)
     assert entry.record().verified, "no copy is there that was not read back"
-
-
-def test_it_is_copied_back_as_it_was(backend, source, tmp_path):
-    fill(backend, source)
-    for entry in backend.list():
-        with backend.reading(entry, "a test"):
-            copied = copy_checkpoint(entry, LocalBackend(tmp_path / "back"), source=backend)
+    for entry in filled.list():
+        with filled.reading(entry, "a test"):
+            copied = copy_checkpoint(entry, LocalBackend(tmp_path / "back"), source=filled)
         assert copied.source == entry.where
     assert holds(tmp_path / "back") == holds(source)
 
 
-def test_the_files_of_an_entry_are_read_by_range(backend, source):
-    fill(backend, source)
-    original = backend.open(backend.list()[0])
+def test_the_files_of_an_entry_are_read_by_range_until_it_is_deleted(filled, source):
+    first = filled.list()[0]
+    original = filled.open(first)
     assert MANIFEST not in original.facts.sizes
     for name, size in original.facts.sizes.items():
-        file = original.open(name)
-        try:
+        with contextlib.closing(original.open(name)) as file:
             found = bytes(file.read(0, size, memoryview(bytearray(max(size, 1)))))
             assert found == (source / NAME / name).read_bytes()
             assert bytes(file.read(size // 2, 1, memoryview(bytearray(1)))) == found[size // 2 : size // 2 + 1]
-        finally:
-            file.close()
     assert original.lost() is None
-
-
-def test_what_was_deleted_is_gone_and_known_to_be(backend, source):
-    fill(backend, source)
-    first = backend.list()[0]
-    original = backend.open(first)
-    backend.prune(KeepLast(2), lambda records: True)
-    assert steps(backend) == [200, 300]
+    filled.prune(KeepLast(2), lambda records: False)
+    assert steps(filled) == [100, 200, 300]
+    for _ in range(2):
+        filled.prune(KeepLast(2), lambda records: [each.step for each in records][-1] == 300)
+        assert steps(filled) == [200, 300]
     assert original.lost() is not None
     with pytest.raises(NotFoundError):
-        backend.open(first)
+        filled.open(first)
 
 
 def test_a_copy_that_is_there_is_not_made_again_and_another_is_not_replaced(backend, source, tmp_path):
-    fill(backend, source)
     entry, other = Catalog(source).entry(100), commit(tmp_path / "other", 100, rows=16)
+    assert not copy_checkpoint(entry, backend).already
     assert copy_checkpoint(entry, backend).already
     with pytest.raises(ExistsError, match="--overwrite"):
         copy_checkpoint(other, backend)
@@ -117,47 +113,23 @@ def test_a_copy_that_is_there_is_not_made_again_and_another_is_not_replaced(back
     assert {each.identity for each in backend.list() if each.step == 100} == {other.identity}
 
 
-def test_a_draft_is_nothing_that_counts(backend, source):
-    facts = LocalBackend(source).open(Catalog(source).entry(100)).facts
-    with backend.receive(facts) as draft, draft.claimed(False):
-        assert steps(backend) == []
-        draft.abandon()
-    assert backend.list() == []
-
-
-@pytest.mark.parametrize("again", [1, 2])
-def test_prune_deletes_what_no_rule_keeps(again, backend, source):
-    fill(backend, source)
-    backend.prune(KeepLast(1), lambda records: False)
-    assert steps(backend) == [100, 200, 300]
-    for _ in range(again):
-        backend.prune(KeepLast(1), lambda records: [each.step for each in records][-1] == 300)
-    assert steps(backend) == [300]
-
-
-def test_a_note_is_created_once_and_replaced_as_a_whole(backend):
+def test_notes_are_created_once_replaced_as_a_whole_and_rollbacks_handed_on_once(backend):
     assert backend.read_note("a.json") is None
     assert backend.create_note("a.json", b"one")
     assert not backend.create_note("a.json", b"two")
     assert backend.read_note("a.json") == b"one"
     backend.write_note("a.json", b"three")
     assert backend.read_note("a.json") == b"three"
-
-
-def test_a_rollback_is_handed_on_once(backend, source):
-    fill(backend, source)
     for _ in range(2):
         backend.hand_on([ROLLBACK])
     assert list(backend.rollbacks()) == [ROLLBACK]
-    assert steps(backend) == [100, 200, 300]
+    assert backend.list() == []
 
 
 def test_a_tier_belongs_to_one_root(backend, source):
     make_identity(source, "run")
     mark_tier(source, backend, "run", renew=False)
-    mark = read_mark(backend)
-    assert mark is not None
-    assert mark.run_id == "run"
+    assert read_mark(backend).run_id == "run"
     backend.write_note("tier-of.json", Whose(id="0" * 32).to_json()[:-5])
     with pytest.raises(CorruptError, match=r"tier-of\.json is not what ckptman wrote there"):
         read_mark(backend)

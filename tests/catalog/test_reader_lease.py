@@ -2,10 +2,8 @@
 
 import errno
 import os
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.catalog import reader_lease as lease_module
+from ckptman.catalog import writer_lock
 from ckptman.catalog.reader_lease import TAKING, Lease, lease, look, reading
 from ckptman.catalog.writer_lock import this_process
 from ckptman.errors import RootError
@@ -25,8 +24,8 @@ NAME = step_folder(100)
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Waits that would take half a minute."""
-    monkeypatch.setattr(lease_module, "PATIENCE_SECONDS", 0.3)
+    """Shorten the waits of half a minute."""
+    monkeypatch.setattr(lease_module, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(lease_module, "_LOOK_SECONDS", 0.01)
 
 
@@ -49,28 +48,17 @@ def test_what_is_read_is_held_until_the_reader_is_done(tmp_path):
         assert look(tmp_path).names == {NAME: words, "step-0000000200.tmp-x": words}
         assert look(tmp_path).holder(NAME) == words
         assert look(tmp_path).holder(step_folder(300)) == ""
+        with pytest.raises(ValueError, match="damaged"), lease(tmp_path, [NAME], what="verify"):
+            assert len(leases_in(tmp_path)) == 2
+            raise ValueError("damaged")
+        assert look(tmp_path).names[NAME] == words
     assert look(tmp_path).names == {}
     assert list(tmp_path.iterdir()) == [], "who only looked leaves nothing behind"
-
-
-def test_a_folder_that_was_there_stays(tmp_path):
     run_folder(tmp_path).mkdir()
-    with lease(tmp_path, [NAME], what="copy"):
-        pass
-    assert leases_in(tmp_path) == []
-
-
-def test_several_readers_hold_the_same_folder(tmp_path):
-    with lease(tmp_path, [NAME], what="verify"):
-        with lease(tmp_path, [NAME], what="restore"):
-            assert len(leases_in(tmp_path)) == 2
-        assert "verify" in look(tmp_path).names[NAME]
-
-
-def test_a_lease_is_given_back_also_when_the_reader_fails(tmp_path):
-    with pytest.raises(ValueError, match="damaged"), lease(tmp_path, [NAME], what="verify"):
-        raise ValueError("damaged")
-    assert look(tmp_path).names == {}
+    with lease(tmp_path, [NAME], what="copy") as nonce:
+        assert leases_in(tmp_path) == [lease_path(tmp_path, nonce).name]
+        assert look(tmp_path, but=nonce).names == {}
+    assert leases_in(tmp_path) == [], "a folder that was there stays"
 
 
 def test_a_root_without_leases_holds_nothing(tmp_path):
@@ -80,51 +68,38 @@ def test_a_root_without_leases_holds_nothing(tmp_path):
     assert look(tmp_path).names == {}
 
 
-def test_the_checkpoint_is_found_behind_a_link(tmp_path):
+def test_a_checkpoint_is_found_behind_a_link_and_another_folder_is_not_leased(tmp_path):
     (tmp_path / "root" / NAME).mkdir(parents=True)
     (tmp_path / "best").symlink_to(Path("root") / NAME)
     with reading(tmp_path / "best", what="diff"):
         assert list(look(tmp_path / "root").names) == [NAME]
-
-
-def test_no_trace_is_left_beside_a_folder_that_no_prune_would_take(tmp_path):
     (tmp_path / "model").mkdir()
     with reading(tmp_path / "model", what="verify"):
         assert not run_folder(tmp_path).exists()
 
 
-def test_a_reader_waits_until_a_prune_that_takes_its_checkpoint_is_past_it(tmp_path):
-    folder = tmp_path / NAME
+@pytest.mark.parametrize("fate", ["gone", "there"])
+def test_a_reader_waits_until_a_prune_that_takes_its_checkpoint_is_past_it(tmp_path, fate):
+    folder, order = tmp_path / NAME, []
     folder.mkdir()
-    order = []
 
-    def read():
-        with lease(tmp_path, [NAME], what="restore"):
-            order.append("there" if folder.exists() else "gone")
-
-    def read_another():
-        with lease(tmp_path, [step_folder(200)], what="restore"):
-            order.append("not in the way")
+    def read(name):
+        with lease(tmp_path, [name], what="restore"):
+            order.append((name, "there" if folder.exists() else "gone"))
 
     with lease(tmp_path, [NAME], what=TAKING):
         assert look(tmp_path).names == {}, "that holds nothing"
-        reader = threading.Thread(target=read)
+        reader = threading.Thread(target=read, args=(NAME,))
         reader.start()
-        read_another()
+        read(step_folder(200))  # is not in the way
         while not look(tmp_path).names:
             time.sleep(0.001)
-        assert order == ["not in the way"]
-        folder.rename(tmp_path / f"{NAME}.trash-x")
-        reader.join(60)
-    assert order == ["not in the way", "gone"]
-    folder.mkdir()
-    with lease(tmp_path, [NAME], what=TAKING):
-        reader = threading.Thread(target=read)
-        reader.start()
-        while not look(tmp_path).names:
-            time.sleep(0.001)
+        assert order == [(step_folder(200), "there")]
+        if fate == "gone":
+            folder.rename(tmp_path / f"{NAME}.trash-x")
+            reader.join(60)
     reader.join(60)
-    assert order[2:] == ["there"], "it was spared"
+    assert order[1:] == [(NAME, fate)]
 
 
 # ---- a reader that may not write -------------------------------------------------------------------------------------
@@ -145,14 +120,11 @@ def test_a_reader_that_cannot_write_reads_without_a_lease(tmp_path, operation):
         assert look(tmp_path).names == {}
 
 
-def test_nothing_is_written_through_a_link(tmp_path):
+def test_nothing_is_written_through_a_link_or_for_a_root_that_is_gone(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     run_folder(tmp_path).symlink_to(tmp_path / "elsewhere")
     with lease(tmp_path, [NAME], what="verify"):
         assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_root_that_is_gone_is_not_made(tmp_path):
     with lease(tmp_path / "gone", [NAME], what="verify"):
         assert not (tmp_path / "gone").exists()
 
@@ -161,20 +133,12 @@ def test_a_root_that_is_gone_is_not_made(tmp_path):
 
 
 def test_a_reader_that_was_killed_holds_nothing(tmp_path):
-    program = (
-        "import sys, time; from pathlib import Path; from ckptman.catalog.reader_lease import lease\n"
-        f"with lease(Path(sys.argv[1]), ['{NAME}'], what='verify'):\n"
-        "    print('held', flush=True)\n"
-        "    time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as reader:
-        assert reader.stdout is not None
-        assert reader.stdout.readline() == "held\n"
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as reader:
+        path = leave(tmp_path, pid=reader.pid, start_ticks=writer_lock._state_and_start(reader.pid)[1])
         assert f"pid {reader.pid} " in look(tmp_path).names[NAME]
-        reader.send_signal(signal.SIGKILL)
-    found = look(tmp_path)
-    assert found.names == {}
-    assert [path.name for path in found.dead] == leases_in(tmp_path)
+        reader.kill()
+        reader.wait()
+        assert (look(tmp_path).names, look(tmp_path).dead) == ({}, [path])
 
 
 def test_a_pid_that_was_used_again_holds_nothing(tmp_path):
@@ -185,30 +149,27 @@ def test_a_pid_that_was_used_again_holds_nothing(tmp_path):
 # ---- another host ----------------------------------------------------------------------------------------------------
 
 
+ELSEWHERE = {"host": "elsewhere", "host_key": "other"}
+
+
 def test_a_reader_on_another_host_holds_while_its_lease_is_touched(tmp_path):
-    path = leave(tmp_path, host="elsewhere", host_key="other")
+    path = leave(tmp_path, **ELSEWHERE)
     assert "on host elsewhere" in look(tmp_path, wait=False).names[NAME]
     os.utime(path, ns=(1, 1))  # its clock is far behind, or far ahead: it is different, that is all
     assert look(tmp_path).names[NAME]
+    path.unlink()
+    look(tmp_path, wait=False)
+    assert path not in lease_module._first_seen, "what was seen of leases that are gone is forgotten"
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_silent_reader_on_another_host_is_watched_before_it_counts_as_dead(tmp_path):
-    path = leave(tmp_path, host="elsewhere", host_key="other")
+    path = leave(tmp_path, **ELSEWHERE)
     assert look(tmp_path, wait=False).names
     assert look(tmp_path).dead == [path]
     assert look(tmp_path, wait=False).dead == [path], "who has watched once needs not wait again"
     os.utime(path, ns=(1, 1))
     assert look(tmp_path, wait=False).names, "it was only slow"
-
-
-def test_what_was_seen_of_leases_that_are_gone_is_forgotten(tmp_path):
-    path = leave(tmp_path, host="elsewhere", host_key="other")
-    look(tmp_path, wait=False)
-    assert path in lease_module._first_seen
-    path.unlink()
-    look(tmp_path, wait=False)
-    assert path not in lease_module._first_seen
 
 
 # ---- rubbish ---------------------------------------------------------------------------------------------------------
@@ -223,18 +184,14 @@ def test_a_lease_that_cannot_be_read_holds_everything_until_it_is_known_to_be_de
     assert look(tmp_path).dead == [path]
 
 
-def test_a_link_or_a_pipe_is_no_lease(tmp_path):
-    run_folder(tmp_path).mkdir()
-    lease_path(tmp_path, "00000001").symlink_to("/dev/zero")
-    os.mkfifo(lease_path(tmp_path, "00000002"))
-    assert len(look(tmp_path, wait=False).dead) == 2
-
-
-def test_a_look_alike_is_no_lease(tmp_path):
+def test_what_is_no_file_or_only_looks_alike_is_no_lease(tmp_path):
     run_folder(tmp_path).mkdir()
     for name in ("lease-.json", "lease-00000001.json.bak", "my-lease-00000001.json", "lease-0000000G.json"):
         (run_folder(tmp_path) / name).write_text("{")
     assert look(tmp_path, wait=False) == lease_module.Leases()
+    lease_path(tmp_path, "00000001").symlink_to("/dev/zero")
+    os.mkfifo(lease_path(tmp_path, "00000002"))
+    assert len(look(tmp_path, wait=False).dead) == 2
 
 
 def test_leases_that_cannot_be_listed_are_not_no_leases(tmp_path, monkeypatch):
@@ -285,8 +242,14 @@ def beats(monkeypatch):
     return Beats(monkeypatch)
 
 
-def test_a_lease_that_was_removed_is_made_again(beats, tmp_path):
+def test_a_lease_that_was_removed_is_made_again_also_after_an_error(beats, tmp_path):
+    def fail():
+        raise OSError(errno.EIO, "Input/output error")
+
     with lease(tmp_path, [NAME], what="verify") as nonce:
+        beats.before = fail
+        beats.await_more(2)
+        beats.before = lambda: None
         path = lease_path(tmp_path, nonce)
         text = path.read_bytes()
         for _ in range(2):
@@ -296,19 +259,6 @@ def test_a_lease_that_was_removed_is_made_again(beats, tmp_path):
             assert leases_in(tmp_path) == [path.name]
             assert list(look(tmp_path).names) == [NAME]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_error_of_the_file_system_does_not_stop_the_beats(beats, tmp_path):
-    def fail():
-        raise OSError(errno.EIO, "Input/output error")
-
-    with lease(tmp_path, [NAME], what="verify") as nonce:
-        beats.before = fail
-        beats.await_more(2)
-        beats.before = lambda: None
-        lease_path(tmp_path, nonce).unlink()
-        beats.await_more(3)
-        assert list(look(tmp_path).names) == [NAME]
 
 
 def test_where_the_mount_is_away_no_lease_is_made(beats, tmp_path):

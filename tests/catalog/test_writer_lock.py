@@ -3,16 +3,11 @@
 import contextlib
 import errno
 import itertools
-import multiprocessing
 import os
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
-from typing import TypeVar
 from unittest import mock
 
 import pytest
@@ -23,13 +18,13 @@ from ckptman.errors import BusyError, RootError
 from ckptman.format.paths import owner_path, run_folder
 from ckptman.io.durable_files import DISK, Disk
 from tests.helpers.faulty_disk import Death, FaultyDisk, faults
+from tests.helpers.ranks import run_ranks
 
 SHORT_SECONDS = 0.1
-T = TypeVar("T")
 
 
 def soon(act, *arguments):
-    """What it says of a process of another host after a moment, and not after half a minute."""
+    """Act, and judge a process of another host after a moment, not after half a minute."""
     with mock.patch.object(owner_module, "PATIENCE_SECONDS", SHORT_SECONDS):
         return act(*arguments)
 
@@ -43,7 +38,7 @@ def no_waiting(monkeypatch):
 @pytest.fixture
 def dead():
     """The pid of a process that has ended."""
-    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as child:
+    with subprocess.Popen(["true"]) as child:
         pass
     return child.pid
 
@@ -60,25 +55,24 @@ def marks(root):
     return sorted(path.name for path in run_folder(root).iterdir())
 
 
-def wait_for(what):
-    end = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 # ---- claiming and giving back ----------------------------------------------------------------------------------------
 
 
 def test_a_root_is_claimed_and_given_back(tmp_path):
     root = tmp_path / "new" / "root"
+    assert read_owner(root) is None
     held = claim(root, "run", "4711")
     owner = read_owner(root)
     assert owner == held.owner
-    assert owner is not None
     assert (owner.host, owner.pid, owner.job_id, owner.run_id) == (socket.gethostname(), os.getpid(), "4711", "run")
     assert is_alive(root, owner)
     assert is_this_process(owner)
+    tags = {held.next_tag() for _ in range(5)}
+    assert len(tags) == 5
+    assert {tag.partition("-")[0] for tag in tags} == {owner.nonce}
+    with pytest.raises(BusyError, match=rf"by this very process \(pid {os.getpid()}\)") as caught:
+        claim(root, "other", None)
+    assert (caught.value.host, caught.value.job_id) == (socket.gethostname(), "4711")
     held.check()
     held.release()
     assert read_owner(root) is None
@@ -87,65 +81,34 @@ def test_a_root_is_claimed_and_given_back(tmp_path):
     assert marks(root) == ["owner-000002.json"], "only the last claim is kept"
 
 
-def test_a_live_owner_is_named(tmp_path):
-    held = claim(tmp_path, "run", "4711")
-    with pytest.raises(BusyError, match=rf"by this very process \(pid {os.getpid()}\)") as caught:
-        claim(tmp_path, "other", None)
-    assert (caught.value.host, caught.value.job_id) == (socket.gethostname(), "4711")
-    held.check()
-    held.release()
-
-
-def test_tags_are_used_once_and_tell_whose_they_are(tmp_path):
-    held = claim(tmp_path, "run", None)
-    tags = {held.next_tag() for _ in range(5)}
-    assert len(tags) == 5
-    assert {tag.partition("-")[0] for tag in tags} == {held.owner.nonce}
-    held.release()
-
-
-def test_nobody_owns_a_root_that_is_not_there(tmp_path):
-    assert read_owner(tmp_path) is None
-    assert read_owner(tmp_path / "nowhere") is None
-    assert not is_alive(tmp_path, this_process("run", None))
-
-
 # ---- the same host ---------------------------------------------------------------------------------------------------
 
 
 def test_a_dead_owner_is_taken_over(tmp_path, dead):
     before = leave(tmp_path, pid=dead)
     assert not is_alive(tmp_path, before)
-    held = claim(tmp_path, "run", None)
+    claim(tmp_path, "run", None).release()
     assert marks(tmp_path) == ["owner-000002.json"]
-    held.release()
 
 
-def test_a_pid_that_was_used_again_is_no_owner(tmp_path):
-    owner = this_process("run", None)
+def test_a_pid_that_was_used_again_is_no_owner_and_a_clock_that_was_set_is_nothing(tmp_path, monkeypatch):
+    owner = leave(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert is_alive(tmp_path, owner)
     leave(tmp_path, start_ticks=owner.start_ticks - 1)
     claim(tmp_path, "run", None).release()
 
 
-def test_a_clock_that_was_set_makes_nobody_dead(tmp_path, monkeypatch):
-    owner = leave(tmp_path)
-    monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert is_alive(tmp_path, owner)
-
-
-def test_a_zombie_is_no_owner(tmp_path):
-    script = "import sys; sys.stdin.read()"
-    child = subprocess.Popen([sys.executable, "-S", "-c", script], stdin=subprocess.PIPE)
-    with child:
-        found = owner_module._state_and_start(child.pid)
-        assert found is not None
-        owner = leave(tmp_path, pid=child.pid, start_ticks=found[1])
+def test_an_owner_that_is_killed_is_taken_over_at_once(tmp_path):
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        ticks = owner_module._state_and_start(child.pid)[1]
+        owner = leave(tmp_path, pid=child.pid, start_ticks=ticks)
         assert is_alive(tmp_path, owner)
-        with pytest.raises(BusyError, match=f"pid {child.pid}"):
+        with pytest.raises(BusyError, match=f"pid {child.pid}, job 4711"):
             claim(tmp_path, "run", None)
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is dead, and nobody has asked for its exit code
-        assert owner_module._state_and_start(child.pid) == ("Z", found[1])
+        assert owner_module._state_and_start(child.pid) == ("Z", ticks)
         claim(tmp_path, "run", None).release()
 
 
@@ -154,11 +117,7 @@ def test_a_process_that_this_host_hides_is_watched(tmp_path, monkeypatch):
     owner = leave(tmp_path)
     monkeypatch.setattr(owner_module, "_state_and_start", lambda pid: None)
     assert not soon(is_alive, tmp_path, owner), "nothing is heard of it"
-
-    def refuse(pid, number):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(os, "kill", mock.Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
     with touching(owner_path(tmp_path, 1)):
         assert is_alive(tmp_path, owner)
 
@@ -216,21 +175,35 @@ def test_an_owner_on_another_host_that_leaves_while_we_watch(tmp_path, monkeypat
     claim(tmp_path, "run", None).release()
 
 
-def test_an_owner_touches_its_claim(tmp_path, monkeypatch):
+def test_an_owner_touches_its_claim_until_it_is_released(tmp_path, monkeypatch):
+    beats, touch = threading.Semaphore(0), os.utime
+
+    def beat(path):
+        try:
+            touch(path)
+        finally:
+            beats.release()
+
+    def await_beats():
+        """The second one from now on has begun from now on."""
+        while beats.acquire(blocking=False):
+            pass
+        assert all(beats.acquire(timeout=60) for _ in range(2))
+
     monkeypatch.setattr(owner_module, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(os, "utime", beat)
     held = claim(tmp_path, "run", None)
     path = owner_path(tmp_path, 1)
-    os.utime(path, (0, 0))
-    wait_for(lambda: path.stat().st_mtime > 0)
-    path.rename(path.with_name("away"))  # the file system is away for a moment
-    time.sleep(0.05)
-    path.with_name("away").rename(path)
-    os.utime(path, (0, 0))
-    wait_for(lambda: path.stat().st_mtime > 0)
+    for _ in range(2):
+        touch(path, (0, 0))
+        await_beats()
+        assert path.stat().st_mtime > 0
+        path.rename(path.with_name("away"))  # the file system is away for a moment
+        await_beats()
+        path.with_name("away").rename(path)
     held.release()
-    os.utime(path, (0, 0))
-    time.sleep(0.05)
-    assert path.stat().st_mtime == 0
+    held._thread.join(60)
+    assert not held._thread.is_alive()
 
 
 # ---- rubbish and loss ------------------------------------------------------------------------------------------------
@@ -267,40 +240,30 @@ def test_a_claim_that_is_whole_a_moment_later_is_alive(tmp_path, monkeypatch):
     assert caught.value.job_id == "4711"
 
 
-@pytest.mark.parametrize("pid", [0, -1, 2**31, 10**30])
-def test_a_pid_that_cannot_be_is_rubbish(tmp_path, pid):
-    leave(tmp_path, pid=pid)
-    assert read_owner(tmp_path) is None
-    soon(claim, tmp_path, "run", None).release()
-
-
-def test_a_field_of_a_later_version_does_not_make_an_owner_unreadable(tmp_path):
+def test_a_pid_that_cannot_be_is_rubbish_and_a_field_of_a_later_version_is_not(tmp_path):
+    for pid in (0, -1, 2**31, 10**30):
+        leave(tmp_path, pid=pid)
+        assert read_owner(tmp_path) is None
     owner = leave(tmp_path)
     text = owner_path(tmp_path, 1).read_text()
     owner_path(tmp_path, 1).write_text(text.replace('{"host"', '{"rank": 0, "host"'))
     assert read_owner(tmp_path) == owner
 
 
-def test_a_lost_claim_is_noticed_and_the_winner_left_alone(tmp_path):
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_lost_claim_is_noticed_and_the_winner_left_alone(tmp_path, number):
     held = claim(tmp_path, "run", None)
-    winner = leave(tmp_path, 2, host="node17", pid=5)
+    if number == 1:
+        owner_path(tmp_path, 1).unlink()
+    winner = leave(tmp_path, number, host="node17", pid=5)
     with pytest.raises(BusyError, match="host node17, pid 5"):
         held.check()
     held.release()
     assert read_owner(tmp_path) == winner
-    owner_path(tmp_path, 1).unlink()  # as the winner does
-    with pytest.raises(BusyError, match="host node17, pid 5"):
-        held.check()
-
-
-def test_release_leaves_the_same_number_of_somebody_else_alone(tmp_path):
-    held = claim(tmp_path, "run", None)
-    owner_path(tmp_path, 1).unlink()
-    winner = leave(tmp_path, 1, host="node17", nonce="ffffffff")
-    with pytest.raises(BusyError, match="host node17"):
-        held.check()
-    held.release()
-    assert read_owner(tmp_path) == winner
+    owner_path(tmp_path, 1).unlink()  # as the winner of a higher number does
+    if number == 2:
+        with pytest.raises(BusyError, match="host node17, pid 5"):
+            held.check()
 
 
 def test_a_claim_whose_files_were_removed_is_made_again(tmp_path):
@@ -332,23 +295,15 @@ def test_whoever_looked_too_early_loses(tmp_path, monkeypatch):
     held = claim(tmp_path, "run", None)
     DISK.rename(owner_path(tmp_path, 1), owner_path(tmp_path, 5))
     held._number = 5
-    monkeypatch.setattr(owner_module, "_newest", late(owner_module._newest))
-    with pytest.raises(BusyError, match=f"pid {os.getpid()}"):
+    nothing_first = itertools.chain([None], itertools.repeat(mock.DEFAULT))
+    with (
+        mock.patch.object(owner_module, "_newest", wraps=owner_module._newest, side_effect=nothing_first),
+        pytest.raises(BusyError, match=f"pid {os.getpid()}"),
+    ):
         claim(tmp_path, "other", None)
     assert marks(tmp_path) == ["owner-000005.json"]
     held.check()
     held.release()
-
-
-def late(newest):
-    """A look that sees nothing the first time."""
-    calls = []
-
-    def look(root):
-        calls.append(root)
-        return None if len(calls) == 1 else newest(root)
-
-    return look
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT])
@@ -377,6 +332,7 @@ def test_a_root_whose_own_folder_is_a_file(tmp_path):
 @pytest.mark.parametrize("left", [None, "dead", "released"])
 def test_death_at_any_operation_of_a_claim(tmp_path, monkeypatch, dead, left):
     """The next run gets the root, at the latest when its patience is over."""
+    late = this_process("late", None).model_copy(update={"pid": dead})
     for fault in faults():
         root = tmp_path / f"{fault.at}-{fault.when}"
         if left is not None:
@@ -385,7 +341,7 @@ def test_death_at_any_operation_of_a_claim(tmp_path, monkeypatch, dead, left):
         disk = FaultyDisk(fault)
         with monkeypatch.context() as patch:
             # Who dies in this test does not live on in this process.
-            patch.setattr(owner_module, "this_process", lambda run, job: late_self(dead))
+            patch.setattr(owner_module, "this_process", lambda run, job: late)
             with contextlib.suppress(Death):
                 claim(root, "run", None, disk=disk).release()
         held = soon(claim, root, "run", None)
@@ -395,10 +351,6 @@ def test_death_at_any_operation_of_a_claim(tmp_path, monkeypatch, dead, left):
         if not disk.struck:
             break
     assert fault.at >= (3 if left else 2)
-
-
-def late_self(pid):
-    return this_process("late", None).model_copy(update={"pid": pid})
 
 
 def test_an_error_at_any_operation_of_a_claim(tmp_path, dead):
@@ -426,9 +378,7 @@ def test_of_threads_that_claim_at_once_exactly_one_wins(tmp_path, dead):
         root = tmp_path / str(number)
         if number % 2:
             leave(root, 3, pid=dead)
-        start = threading.Barrier(4)
-        won = []
-        refused = []
+        start, won, refused = threading.Barrier(4), [], []
 
         def contend(root, start, won, refused):
             start.wait()
@@ -442,58 +392,29 @@ def test_of_threads_that_claim_at_once_exactly_one_wins(tmp_path, dead):
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(won) == 1
-        assert len(refused) == 3
+        assert (len(won), len(refused)) == (1, 3)
         won[0].check()
         won[0].release()
 
 
-def contend_in_process(root, rounds, ready, results):
-    """Claim, hold, give back, until that has been done so many times, noting when it was held."""
-    os.fsync = lambda fd: None
+def contend_in_process(root, rounds):
+    """Claim, hold and give back so many times. Returns when it was held."""
     spans = []
-    ready.wait()
-    while len(spans) < rounds:
-        try:
-            held = claim(Path(root), "run", None)
-        except BusyError:
-            continue
-        begun = time.monotonic()
-        held.check()
-        held.check()
-        spans.append((begun, time.monotonic()))
-        held.release()
-    results.put(spans)
+    with mock.patch.object(os, "fsync"):
+        while len(spans) < rounds:
+            try:
+                held = claim(root, "run", None)
+            except BusyError:
+                continue
+            begun = time.monotonic()
+            held.check()
+            held.check()
+            spans.append((begun, time.monotonic()))
+            held.release()
+    return spans
 
 
 def test_of_processes_that_claim_again_and_again_never_two_hold_it(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    ready, results = context.Barrier(3), context.Queue()
-    processes = [context.Process(target=contend_in_process, args=(str(tmp_path), 40, ready, results)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    spans = sorted(span for _ in processes for span in results.get(timeout=60))
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
+    spans = sorted(itertools.chain(*run_ranks(3, contend_in_process, tmp_path, 40)))
     assert len(spans) == 3 * 40
-    for (_, end), (begin, _) in itertools.pairwise(spans):
-        assert end <= begin, "two held it at once"
-
-
-def test_a_killed_owner_is_taken_over_at_once(tmp_path):
-    script = (
-        "import sys, time; from pathlib import Path; from ckptman.catalog.writer_lock import claim; "
-        "held = claim(Path(sys.argv[1]), 'run', '4711'); print('held', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "held\n"
-            with pytest.raises(BusyError, match=f"pid {child.pid}, job 4711"):
-                claim(tmp_path, "run", None)
-        finally:
-            child.send_signal(signal.SIGKILL)
-    begun = time.monotonic()
-    claim(tmp_path, "run", None).release()
-    assert time.monotonic() - begun < 5
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans)), "two held it at once"
