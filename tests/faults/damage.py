@@ -258,8 +258,8 @@ def _by_restore(state, root):
 
 
 def unwrapped(error):
-    """What DCP has wrapped: on each rank it raises the errors of all, and keeps of some no more than the text."""
-    first = next(iter(error.failures.values()))[0]
+    """What DCP may have wrapped: on each rank it raises the errors of all, and keeps of some no more than the text."""
+    first = next(iter(error.failures.values()))[0] if isinstance(error, dcp.api.CheckpointException) else error
     if isinstance(first, AssertionError) and "metadata read failed: " in str(first):
         return CorruptError(str(first))
     return first if isinstance(first, Exception) else RuntimeError(str(first))
