@@ -17,19 +17,29 @@ from ckptman.io.file_scan import default_threads, scan
 from ckptman.io.threads import STRIDE_BYTES, THREADS_ENV
 
 
+def _scan(folder, sizes, block=BLOCK_BYTES, **more):
+    """Read files, and compare the digests of their blocks with those of one reading."""
+    found = {}
+    scan(folder, list(sizes.items()), block, finish=lambda each: found.update({each.name: each}), **more)
+    assert found.keys() == sizes.keys()
+    for name, size in sizes.items():
+        assert (size, bytes(found[name].blocks)) == (size, b"".join(digest_file(folder / name, block)[1]))
+        assert (found[name].unreadable, found[name].refused) == ({}, None)
+
+
+def _write(folder, sizes):
+    for name, size in sizes.items():
+        (folder / name).write_bytes(np.random.default_rng(size).bytes(size))
+    return folder, sizes
+
+
 @pytest.mark.parametrize("block", [512, 4096, 12288, BLOCK_BYTES, 6 * 1024 * 1024])
 @pytest.mark.parametrize("cold", [False, True])
 def test_digests_are_those_of_one_reading_whatever_the_blocks(block, cold, tmp_path, monkeypatch):
     if cold:
         monkeypatch.setattr(file_scan.ScanFile, "is_cold", lambda *_: True)
     sizes = {"empty": 0, "one": 1, "page": 4096, "odd": 3 * block + 77, "long": 2 * STRIDE_BYTES + block + 5}
-    for name, size in sizes.items():
-        (tmp_path / name).write_bytes(np.random.default_rng(size).bytes(size))
-    found = {}
-    scan(tmp_path, list(sizes.items()), block, finish=lambda each: found.update({each.name: each}), threads=3)
-    assert found.keys() == sizes.keys()
-    for name, size in sizes.items():
-        assert (size, bytes(found[name].blocks)) == (size, b"".join(digest_file(tmp_path / name, block)[1]))
+    _scan(*_write(tmp_path, sizes), block, threads=3)
 
 
 @pytest.fixture
@@ -39,26 +49,10 @@ def apart(monkeypatch):
     return monkeypatch
 
 
-def _digests(folder, sizes, **more):
-    found = {}
-    scan(folder, list(sizes.items()), BLOCK_BYTES, finish=lambda each: found.update({each.name: each}), **more)
-    return found
-
-
-def _assert_right(folder, found, sizes):
-    assert found.keys() == sizes.keys()
-    for name, size in sizes.items():
-        assert (size, bytes(found[name].blocks)) == (size, b"".join(digest_file(folder / name)[1]))
-        assert (found[name].unreadable, found[name].refused) == ({}, None)
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("large")
     sizes = {"a": 3 * STRIDE_BYTES + 1, "b": 0, "c": 5000, "d": 2 * STRIDE_BYTES, "e": STRIDE_BYTES + BLOCK_BYTES + 7}
-    for name, size in sizes.items():
-        (folder / name).write_bytes(np.random.default_rng(size).bytes(size))
-    return folder, sizes
+    return _write(tmp_path_factory.mktemp("large"), sizes)
 
 
 @pytest.mark.parametrize("cached", [True, False, None])
@@ -68,7 +62,7 @@ def test_processes_find_the_same_digests(cached, large, apart):
     # Nothing is left for this process to read.
     apart.setattr(file_scan.ScanFile, "read", lambda *_: pytest.fail("not apart"))
     told = []
-    _assert_right(folder, _digests(folder, sizes, threads=2, processes=True, done=told.append), sizes)
+    _scan(folder, sizes, threads=2, processes=True, done=told.append)
     assert sum(told) == sum(sizes.values())
 
 
@@ -87,7 +81,11 @@ def test_what_a_process_that_died_left_undone_is_read_here(large, apart):
 
     apart.setattr(file_scan.ScanFile, "digests", die)
     for processes in (1, 2, 5):
-        _assert_right(folder, _digests(folder, sizes, threads=processes, processes=True), sizes)
+        _scan(folder, sizes, threads=processes, processes=True)
+
+
+def _open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_where_there_can_be_no_process_threads_do_it(large, apart):
@@ -97,9 +95,9 @@ def test_where_there_can_be_no_process_threads_do_it(large, apart):
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     apart.setattr(os, "fork", refuse)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    _assert_right(folder, _digests(folder, sizes, threads=2, processes=True), sizes)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    before = _open_files()
+    _scan(folder, sizes, threads=2, processes=True)
+    assert _open_files() == before
 
 
 def test_no_process_outlives_an_interruption(large, apart):
@@ -108,12 +106,12 @@ def test_no_process_outlives_an_interruption(large, apart):
     def stop(done):
         raise KeyboardInterrupt
 
-    before, others = len(list(Path("/proc/self/fd").iterdir())), set(psutil.Process().children())
+    before, others = _open_files(), set(psutil.Process().children())
     with pytest.raises(KeyboardInterrupt):
-        _digests(folder, sizes, threads=3, processes=True, done=stop)
+        _scan(folder, sizes, threads=3, processes=True, done=stop)
     left = set(psutil.Process().children()) - others
     assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert _open_files() == before
 
 
 ORPHANS = """
