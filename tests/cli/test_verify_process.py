@@ -7,21 +7,20 @@ import json
 import shutil
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
+import ckptman
 from ckptman.cli import verify_process
 from ckptman.cli.app import main
 from ckptman.cli.verify_process import load_on
 from ckptman.errors import CkptmanError, ConfigError
+from tests.helpers.apps import App
 from tests.helpers.ranks import run_ranks
+from tests.loading.test_damage import forge
 
 
 def _save(folder):
     """On 4 ranks, 2 x 2 HSDP: a checkpoint of ckptman under `root`, and one of plain DCP in `plain`."""
-    import torch.distributed.checkpoint as dcp
-
-    import ckptman
-    from tests.helpers.apps import App
-
     app = App((2, 2))
     app.train_step()
     with ckptman.Checkpointer(f"{folder}/root", app.state, deadline=None, timeout_seconds=30) as checkpointer:
@@ -60,8 +59,6 @@ def test_plain_dcp_is_compared_though_it_has_no_digests(saved, capsys):
 
 @pytest.mark.slow
 def test_a_lie_about_the_dtype_does_not_load(saved, tmp_path, capsys):
-    from tests.loading.test_damage import forge
-
     path = shutil.copytree(saved / "root", tmp_path / "root") / "step-0000000001"
     index = json.loads((path / "index.json").read_bytes())
     index["tensors"]["model.0.bias"]["dtype"] = "float64"

@@ -19,8 +19,6 @@ from ckptman.io.threads import ALIGN_BYTES
 from tests.faults.regions import flip
 from tests.helpers.files import BLOCK, KIB, MIB, digests_of, into, random_bytes
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
-
 
 def evict(path):
     """Have a file out of the page cache, where the file system has anything below it."""

@@ -16,8 +16,6 @@ from ckptman.io.file_writer import Written, write_source
 from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES
 from tests.helpers.files import BLOCK, digests_of, random_bytes, refuse_direct
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
-
 
 @pytest.fixture(autouse=True)
 def _large_blocks(monkeypatch):

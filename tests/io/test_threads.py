@@ -110,12 +110,14 @@ def test_the_first_error_ends_both_halves(half, at, fetchers, finishers):
 
 
 def test_an_error_everywhere_is_raised_once():
-    def fail(*arguments):
+    def fail(*_):
         raise LookupError("no")
 
-    for fetch in (fail, lambda number, scratch: None):
+    for run in WAYS:
         with pytest.raises(LookupError, match="no"):
-            relay(40, fetch, fail, first_threads=4, then_threads=4, scratch_bytes=1)
+            run(40, fail)
+    with pytest.raises(LookupError, match="no"):
+        relay(40, fail, fail, **HALVES)
     assert not threads_of_ours()
 
 

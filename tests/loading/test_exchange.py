@@ -23,7 +23,7 @@ from ckptman.comm.control_group import Channel
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.loading.exchange import read_together
 from tests.dcp.test_shards import local
-from tests.dcp.test_values import bits, load, noise, save
+from tests.dcp.test_values import bits, noise, save
 from tests.helpers.checkpoints import flip_byte
 from tests.helpers.ranks import run_ranks
 
@@ -351,46 +351,6 @@ def test_an_error_that_nobody_thought_of_is_told_and_does_not_hang(tmp_path):
     for told in run_ranks(4, be_told_of, str(tmp_path / "x"), ["put", "as_bytes", "read_fills", "fills_for_box"]):
         assert len(told) == 4
         assert all("rank 2" in text and "TypeError: what nobody thought of" in text for text in told)
-
-
-# ---- saving ----------------------------------------------------------------------------------------------------------
-
-
-def save_replicated(folder):
-    found = {}
-    for name in ("hsdp", "replicas", "columns and replicas"):
-        state = lay_out(large() | odd(), LAYOUTS[name])
-        ckptman.save(state, f"{folder}/{name}")
-        found[name] = fill(state, f"{folder}/{name}", partial(load, reader="dcp"))[0]
-    return found
-
-
-@pytest.mark.slow
-def test_replicas_write_each_byte_once_and_share_evenly(tmp_path):
-    ranks = run_ranks(4, save_replicated, str(tmp_path))
-    unique = sum(tensor.nbytes for tensor in (large() | odd()).values())
-    for name in ranks[0]:
-        assert [found[name] for found in ranks] == [[]] * 4
-        sizes = [each.stat().st_size for each in (tmp_path / name).glob("*.distcp")]
-        assert len(sizes) == 4
-        assert sum(sizes) <= 1.02 * unique, name
-        assert max(sizes) <= 1.2 * unique / 4, name
-
-
-def save_what_one_has(path, writer):
-    api_module.TIMEOUT_SECONDS = 10
-    whole = {"both": noise(torch.int32, 900, 900), "one": noise(torch.int32, 1900, 900)}
-    state = lay_out(whole, ((2,), (Replicate(),)))
-    if dist.get_rank():
-        del state["one"]
-    save(state, path, writer)
-
-
-@pytest.mark.parametrize("writer", ["dcp", "StorageWriter", "ckptman.save"])
-def test_a_replicated_tensor_that_one_rank_of_its_mesh_has(tmp_path, writer):
-    run_ranks(2, save_what_one_has, str(tmp_path / "x"), writer, limit=30)
-    expected = {"one": noise(torch.int32, 1900, 900), "both": noise(torch.int32, 900, 900)}
-    assert fill(expected, tmp_path / "x")[0] == []
 
 
 def save_a_sum(path):

@@ -5,10 +5,27 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+import ckptman
 from ckptman.cli.verify_process import plan_on
+from ckptman.format.index import Index
+from ckptman.format.manifest import read_manifest
+from ckptman.format.paths import CHUNKS, INDEX
+from ckptman.integrity.folder_check import check_coverage
+from ckptman.loading import exchange as sharing
+from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.loading.read_tensors import Cut, fills_for_box, read_fills
+from ckptman.verify import plan_check, plan_ranges
+from ckptman.verify.chunk_files import Saved
+from ckptman.verify.plan_check import plan
 from ckptman.verify.reports import PlanReport
+from tests.dcp.test_values import save
 from tests.helpers.ranks import alone
+from tests.helpers.simulated import reseal, simulate
 
 TENSORS = [
     *((f"layers.{number}.weight", "bfloat16", (61 + 7 * number, 96)) for number in range(8)),
@@ -24,8 +41,6 @@ LAYOUTS = [(1,), (2,), (5,), (8,), (100,), (2, 4), (40, 3)]
 
 
 def _simulate(folder):
-    from tests.helpers.simulated import simulate
-
     simulate(folder, TENSORS, 6)
 
 
@@ -37,8 +52,6 @@ def simulated(tmp_path_factory):
 
 
 def _plan(folder, layouts):
-    from ckptman.verify.plan_check import plan
-
     return [report for layout in layouts for report in plan(folder, [], layout, 1e9, 1e8)]
 
 
@@ -65,8 +78,6 @@ def _figures(report):
 
 
 def _plan_in_pieces(folder, layouts):
-    from ckptman.verify import plan_check
-
     plan_check.RANGES_AT_A_TIME = 10
     return _plan(folder, layouts)
 
@@ -116,13 +127,6 @@ LIES = (chunk_missing, chunks_overlap, payload_late, container_of_another, conta
 
 def _lie(folder, scratch):
     """For each lie what should be found, and what `verify --plan-only` finds: the plan comes after the table."""
-    from ckptman.format.index import Index
-    from ckptman.format.manifest import read_manifest
-    from ckptman.format.paths import CHUNKS, INDEX
-    from ckptman.integrity.folder_check import check_coverage
-    from ckptman.verify.plan_check import plan
-    from tests.helpers.simulated import reseal
-
     record = Index.model_validate_json((folder / INDEX).read_bytes()).tensors["layers.3.weight"]
     found = []
     for lie in LIES:
@@ -143,8 +147,6 @@ def test_a_table_that_lies_is_found(simulated, tmp_path):
 
 
 def _without_a_chunk(folder):
-    from ckptman.verify import plan_check
-
     real = plan_check.overlaps
 
     def fewer(chunks, readers):
@@ -162,10 +164,6 @@ def test_ranks_that_miss_something_are_named(simulated):
 
 def _read_by_a_restore(state, saved, low, high):
     """Which bytes of which files a restore reads for rows [low, high)."""
-    import torch
-
-    from ckptman.loading.read_tensors import Cut, fills_for_box
-
     shape = (high - low, *saved.shape[1:]) if saved.shape else ()
     memory = torch.empty(shape, dtype=torch.uint8, device="meta")
     found = []
@@ -178,10 +176,6 @@ def _read_by_a_restore(state, saved, low, high):
 
 
 def _compare_with_a_restore(folder, layouts):
-    from ckptman.loading.checkpoint_reader import SavedState
-    from ckptman.verify import plan_ranges
-    from ckptman.verify.chunk_files import Saved
-
     state, compared = SavedState.read(folder), 0
     tensors = [Saved(name, each.shape, state.dtype(name)) for name, each in state.index.tensors.items()]
     for layout in layouts:
@@ -205,40 +199,8 @@ def test_each_rank_reads_what_a_restore_reads(simulated):
     assert alone(_compare_with_a_restore, simulated, LAYOUTS) > 1000
 
 
-def _compare_with_torch(layouts):
-    import torch
-    from torch.distributed.tensor.placement_types import Replicate, Shard
-
-    from ckptman._torch_compat import local_shape_and_offset
-    from ckptman.verify.chunk_files import Saved
-    from ckptman.verify.plan_ranges import rows_of_shards
-
-    for name, dtype, shape in TENSORS:
-        saved = Saved(name, shape, getattr(torch, dtype))
-        for layout in layouts if shape else ():
-            low, high = rows_of_shards(saved, layout[-1], np.arange(layout[-1]))
-            placements = [*[Replicate()] * (len(layout) - 1), Shard(0)]
-            for number in range(layout[-1]):
-                at = [*[0] * (len(layout) - 1), number]
-                sizes, offsets = local_shape_and_offset(shape, layout, at, placements)
-                # Of an empty shard, torch says where it begins in its own way.
-                assert sizes[0] == high[number] - low[number]
-                assert not sizes[0] or offsets[0] == low[number]
-
-
-def test_shards_are_the_rows_that_torch_gives_them():
-    alone(_compare_with_torch, LAYOUTS)
-
-
 def _planned_and_read(folder, world_sizes):
     """For each world size the bytes that a plan counts, in all and at most for a rank, and those really read."""
-    import torch
-
-    import ckptman
-    from ckptman.loading.checkpoint_reader import SavedState
-    from ckptman.loading.read_tensors import fills_for_box, read_fills
-    from ckptman.verify.plan_check import plan
-
     ckptman.save({f"rows.{number}": torch.randn(301 + number, 700) for number in range(4)}, folder)
     found, state = [], SavedState.read(folder)
     for report in plan(folder, world_sizes):
@@ -261,10 +223,6 @@ def test_what_is_planned_is_what_is_read(tmp_path):
 
 
 def _plan_of_plain_dcp(folder):
-    import torch
-
-    from tests.dcp.test_values import save
-
     save({f"{number}": torch.ones(9) for number in range(149)}, folder, "dcp")
     return _plan(folder, [(2, 3)])
 
@@ -286,15 +244,6 @@ def test_the_command_line_gets_reports(simulated):
 
 def _shares(layout, most):
     """Compare the rows that each rank of a layout reads together with others with what `sharing` gives it."""
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    from ckptman.loading import exchange as sharing
-    from ckptman.verify import plan_ranges
-    from ckptman.verify.chunk_files import Saved
-
     tensors = [Saved(name, shape, getattr(torch, dtype)) for name, dtype, shape in TENSORS]
     tensors += [Saved("g.wide", (6, 20_000_000), torch.uint8), Saved("h.long", (9_000_001, 3), torch.int16)]
     for module in (sharing, plan_ranges):

@@ -2,30 +2,38 @@
 
 import functools
 import math
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import time
 
+import psutil
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import ckptman
 from ckptman.errors import ConfigError
 from ckptman.io.checksums import BLOCK_BYTES
+from ckptman.loading import exchange as sharing
+from ckptman.loading import read_tensors as reading
+from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.verify import rank_processes
+from ckptman.verify import reshard_check as module
+from ckptman.verify.chunk_files import Saved
+from ckptman.verify.rank_processes import run_forked
 from ckptman.verify.reports import layout_for, shown, text_of, world_sizes_with
+from ckptman.verify.reshard_check import check, processes_for
 from tests.faults.regions import flip
 from tests.helpers.ranks import RankError, alone, run_ranks
 
 
 def _save(folder):
     """On 4 ranks: tensors of all kinds, sharded in all ways, by ckptman in `ours` and by plain DCP in `plain`."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    import ckptman
-
     torch.manual_seed(7)
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
 
@@ -67,8 +75,6 @@ def saved(tmp_path_factory):
 
 
 def _check(folder, world_sizes, mesh=None):
-    from ckptman.verify.reshard_check import check
-
     return [(each.world_size, each.problems, each.notes) for each in check(folder, world_sizes, mesh)]
 
 
@@ -82,8 +88,6 @@ def test_every_kind_of_tensor_loads_in_every_layout(saved, name):
 
 def _in_waves(folder, processes, mesh):
     """What is found with so many processes at a time, and how many there really were at most."""
-    from ckptman.verify import reshard_check as module
-
     counts = []
     real = module.run_forked
 
@@ -114,9 +118,6 @@ def in_fills(harm):
 
     @functools.wraps(harm)
     def do(patch):
-        from ckptman.loading import exchange as sharing
-        from ckptman.loading import read_tensors as reading
-
         real = reading.fills_for_box
 
         def fills_for_box(state, name, offsets, memory):
@@ -124,8 +125,8 @@ def in_fills(harm):
             is_harmed = name == "sharded" and _is_last_rank()
             yield from (harm(state, fills) or ()) if is_harmed else fills
 
-        for module in (reading, sharing):
-            patch.setattr(module, "fills_for_box", fills_for_box)
+        for each in (reading, sharing):
+            patch.setattr(each, "fills_for_box", fills_for_box)
 
     return do
 
@@ -140,8 +141,6 @@ def _is_last_rank():
 
 def _know_the_rank(patch, everywhere):
     """Let harms know which rank they are in; `everywhere`: as if each were the last."""
-    from ckptman.verify import reshard_check as module
-
     real = module.check_rank
 
     def check_rank(job, rank, tell):
@@ -203,14 +202,10 @@ def rank_hung(state, fills):
 
 
 def nothing_received(patch):
-    from ckptman.loading import exchange as sharing
-
     patch.setattr(sharing._Exchange, "_take", lambda self, number, pieces, received: None)
 
 
 def too_little_sent(patch):
-    from ckptman.loading import exchange as sharing
-
     real = sharing._bands
 
     def bands(line, member, members):
@@ -221,8 +216,6 @@ def too_little_sent(patch):
 
 
 def one_element_wrong(patch):
-    from ckptman.verify import reshard_check as module
-
     real = module._read_into
 
     def read(state, tensors, channel):
@@ -241,10 +234,6 @@ OTHERS = (one_element_wrong, read_refused)
 
 def _harmed(folder, harms, layouts, waves):
     """What is found of each harm, in each layout."""
-    import psutil
-
-    from ckptman.verify import reshard_check as module
-
     found = {}
     for harm in harms:
         with pytest.MonkeyPatch.context() as patch:
@@ -316,10 +305,6 @@ def test_nothing_that_was_forked_is_left(saved):
 
 
 def _children_left(folder):
-    import psutil
-
-    from ckptman.verify.reshard_check import check
-
     assert [each.problems for each in check(folder, [3])] == [[]]
     reports = check(folder, [2, 3])
     next(reports)
@@ -328,9 +313,6 @@ def _children_left(folder):
 
 
 def _late_payload(folder):
-    from ckptman.loading.checkpoint_reader import SavedState
-    from ckptman.verify import reshard_check as module
-
     class Late(SavedState):
         @classmethod
         def read(cls, folder, rank=None):
@@ -358,11 +340,6 @@ def test_a_container_that_is_not_where_the_table_says_is_found(saved):
 
 
 def _held():
-    import torch
-
-    from ckptman.verify import reshard_check as module
-    from ckptman.verify.chunk_files import Saved
-
     tensors = [Saved(str(rows), (rows, 256), torch.float32) for rows in (1, 70_000, 8, 300_000, 5)]
     tensors.append(Saved("scalar", (), torch.float32))
     batches = list(module._batches(tensors, 2))
@@ -384,8 +361,6 @@ def test_bytes_that_changed_on_disk_are_not_what_was_saved(saved, tmp_path):
 
 def _middle_of(folder, name):
     """A byte in a block that lies in the second half of a tensor: its file and place."""
-    from ckptman.loading.checkpoint_reader import SavedState
-
     (chunk,) = SavedState.read(folder).all_chunks(name)
     return chunk.file, (chunk.payload + chunk.bytes // 2) // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES + 7
 
@@ -407,8 +382,6 @@ ROOM = [
 
 
 def _processes(room):
-    from ckptman.verify.reshard_check import processes_for
-
     return [processes_for(*each) for each in room]
 
 
@@ -417,8 +390,6 @@ def test_as_many_processes_as_fit():
 
 
 def _tight(folder):
-    from ckptman.verify import reshard_check as module
-
     module.available_bytes = lambda: module.PROCESS_BYTES
     (report,) = module.check(folder, [2])
     return [*report.problems, report.not_tried]
@@ -459,12 +430,6 @@ def test_a_record_that_was_taken_for_another_is_found(tmp_path):
 
 
 def _swapped(folder):
-    import torch
-
-    import ckptman
-    from ckptman.loading.checkpoint_reader import SavedState
-    from ckptman.verify import reshard_check as module
-
     class Swapped(SavedState):
         @classmethod
         def read(cls, folder, rank=None):
@@ -485,10 +450,6 @@ def test_a_rank_that_reads_is_not_silent_though_it_tells_nothing():
 
 
 def _slow_disk(silence_seconds):
-    import time
-
-    from ckptman.verify.rank_processes import run_forked
-
     def work(rank, tell):
         with open("/dev/zero", "rb", buffering=0) as disk:
             for _ in range(30):
@@ -504,10 +465,6 @@ def test_how_much_is_done_is_told():
 
 
 def _told():
-    import multiprocessing
-
-    from ckptman.verify import rank_processes
-
     told = []
     told_enough = multiprocessing.get_context("fork").Event()
     rank_processes._TOLD_SECONDS = 0.05
