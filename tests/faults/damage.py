@@ -155,17 +155,11 @@ def _swap(pairs):
     return damage
 
 
-def _resize(path, length):
-    os.truncate(path, length)
+_resize = os.truncate
 
 
 def _zero(path):
     path.write_bytes(bytes(path.stat().st_size))
-
-
-def _folder(path):
-    path.unlink()
-    path.mkdir()
 
 
 def _link(path):
@@ -175,27 +169,21 @@ def _link(path):
     path.symlink_to(elsewhere)
 
 
-def _dangling(path):
-    path.unlink()
-    path.symlink_to("nowhere")
+def _instead(make):
+    def put(path):
+        path.unlink()
+        make(path)
+
+    return put
 
 
-def _pipe(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _device(path):
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
+_folder = _instead(Path.mkdir)
 REPLACEMENTS = {
     "a folder": _folder,
     "a link to the same bytes": _link,
-    "a link to nothing": _dangling,
-    "a pipe": _pipe,
-    "a link to /dev/zero": _device,
+    "a link to nothing": _instead(lambda path: path.symlink_to("nowhere")),
+    "a pipe": _instead(os.mkfifo),
+    "a link to /dev/zero": _instead(lambda path: path.symlink_to("/dev/zero")),
 }
 
 

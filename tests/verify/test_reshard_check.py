@@ -312,26 +312,31 @@ def _children_left(folder):
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
-def _late_payload(folder):
-    class Late(SavedState):
+def _with_saved(change, folder):
+    """What is found by a check that reads something else of a checkpoint than what is there."""
+
+    class Changed(SavedState):
         @classmethod
         def read(cls, folder, rank=None):
             state = super().read(folder, rank)
-            state.table.chunks("sharded")
-            numbers = state.table._rows[0 : len(state.table._rows)].copy()
-            numbers[state.index.tensors["sharded"].start + 3] += 4
-            state.table._rows = numbers
-            state.table._last = None
+            change(state)
             return state
 
-    module.SavedState = Late
+    module.SavedState = Changed
     (report,) = module.check(folder, [1])
     return report.problems
 
 
+def _late_payload(state):
+    state.table.chunks("sharded")
+    state.table._rows = state.table._rows[0 : len(state.table._rows)].copy()
+    state.table._rows[state.index.tensors["sharded"].start + 3] += 4
+    state.table._last = None
+
+
 def test_a_container_that_is_not_where_the_table_says_is_found(saved):
     """The table places the payload of a tensor four bytes late: both ways of reading go by it, torch does not."""
-    (problem,) = alone(_late_payload, saved / "ours")
+    (problem,) = alone(_with_saved, _late_payload, saved / "ours")
     said = (
         r"rank 0 of 1: sharded: chunk 0 has its payload at byte (\d+) of __\d_0.distcp by the chunk table, and at byte "
     )
@@ -339,7 +344,22 @@ def test_a_container_that_is_not_where_the_table_says_is_found(saved):
     assert late == right + 4
 
 
-def _held():
+def _swapped(state):
+    records = state.index.tensors
+    records["x.a"], records["x.b"] = records["x.b"], records["x.a"]
+
+
+def test_a_record_that_was_taken_for_another_is_found(tmp_path):
+    """Both ways of reading go by the index; plain DCP goes by `.metadata`, and would load something else."""
+    ckptman.save({"x": {"a": torch.zeros(8, 4), "b": torch.ones(8, 4)}}, tmp_path / "x")
+    problems = alone(_with_saved, _swapped, tmp_path / "x")
+    assert [problem.partition(", bytes")[0] for problem in problems] == [
+        "x.a at [0, 0]: .metadata looks for it in __0_0.distcp",
+        "x.b at [0, 0]: .metadata looks for it in __0_0.distcp",
+    ]
+
+
+def test_memory_is_that_of_the_largest_shard_or_a_batch():
     tensors = [Saved(str(rows), (rows, 256), torch.float32) for rows in (1, 70_000, 8, 300_000, 5)]
     tensors.append(Saved("scalar", (), torch.float32))
     batches = list(module._batches(tensors, 2))
@@ -365,28 +385,20 @@ def _middle_of(folder, name):
     return chunk.file, (chunk.payload + chunk.bytes // 2) // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES + 7
 
 
-def test_memory_is_that_of_the_largest_shard_or_a_batch():
-    alone(_held)
-
-
-ROOM = [
-    # world size, bytes of a shard, free bytes, cores: processes
-    ((8, 2**20, 2**36, 2), 8),
-    ((64, 2**20, 2**36, 2), 2),  # more ranks than a laptop should have
-    ((64, 2**20, 2**40, 64), 64),
-    ((8, 2**33, 2**34, 4), 1),  # one shard at a time
-    ((8, 2**30, 2**33, 4), 4),
-    ((4, 2**40, 2**30, 4), 1),
-    ((1, 1, 2**30, 4), 1),
-]
-
-
-def _processes(room):
-    return [processes_for(*each) for each in room]
-
-
-def test_as_many_processes_as_fit():
-    assert alone(_processes, [room for room, _ in ROOM]) == [processes for _, processes in ROOM]
+@pytest.mark.parametrize(
+    ("world_size", "shard_bytes", "free_bytes", "cores", "processes"),
+    [
+        (8, 2**20, 2**36, 2, 8),
+        (64, 2**20, 2**36, 2, 2),  # more ranks than a laptop should have
+        (64, 2**20, 2**40, 64, 64),
+        (8, 2**33, 2**34, 4, 1),  # one shard at a time
+        (8, 2**30, 2**33, 4, 4),
+        (4, 2**40, 2**30, 4, 1),
+        (1, 1, 2**30, 4, 1),
+    ],
+)
+def test_as_many_processes_as_fit(world_size, shard_bytes, free_bytes, cores, processes):
+    assert processes_for(world_size, shard_bytes, free_bytes, cores) == processes
 
 
 def _tight(folder):
@@ -418,30 +430,6 @@ def test_layouts():
 def test_a_test_alone_fails_with_its_traceback():
     with pytest.raises(RankError, match="such as 2x4"):
         alone(world_sizes_with, [1], (0, 0))
-
-
-def test_a_record_that_was_taken_for_another_is_found(tmp_path):
-    """Both ways of reading go by the index; plain DCP goes by `.metadata`, and would load something else."""
-    problems = alone(_swapped, tmp_path / "swapped")
-    assert [problem.partition(", bytes")[0] for problem in problems] == [
-        "x.a at [0, 0]: .metadata looks for it in __0_0.distcp",
-        "x.b at [0, 0]: .metadata looks for it in __0_0.distcp",
-    ]
-
-
-def _swapped(folder):
-    class Swapped(SavedState):
-        @classmethod
-        def read(cls, folder, rank=None):
-            state = super().read(folder, rank)
-            records = state.index.tensors
-            records["x.a"], records["x.b"] = records["x.b"], records["x.a"]
-            return state
-
-    ckptman.save({"x": {"a": torch.zeros(8, 4), "b": torch.ones(8, 4)}}, folder)
-    module.SavedState = Swapped
-    (report,) = module.check(folder, [1])
-    return report.problems
 
 
 @pytest.mark.slow
