@@ -162,26 +162,6 @@ def test_nothing_is_exchanged_between_nodes(tmp_path):
     assert [found["hsdp"][2] for found in ranks] == [set()] * 4, "its replicas are on other nodes"
 
 
-def uneven():
-    return {f"w{i}": noise(torch.float32, 1031, 499) for i in range(4)}
-
-
-def read_three(path):
-    """Uneven row shards: what differs, and bytes read for each byte that this rank has."""
-    expected = lay_out(uneven(), ((3,), (Shard(0),)))
-    with closing(Channel(20)) as channel:
-        differing, read = fill(expected, path, partial(read_on, channel))
-    return differing, read / sum(local(each).nbytes for each in expected.values())
-
-
-@pytest.mark.slow
-def test_uneven_rows_are_read_by_who_has_them(tmp_path):
-    ckptman.save(uneven(), tmp_path / "x")
-    for differing, ratio in run_ranks(3, read_three, str(tmp_path / "x")):
-        assert differing == []
-        assert 1 <= ratio <= 1.05
-
-
 # ---- ranks that have not the same ------------------------------------------------------------------------------------
 
 
