@@ -8,12 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Entry
-from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, step_folder
 from ckptman.integrity.damage_report import runs_of
 from ckptman.integrity.folder_check import check_coverage, check_sizes, verify_folder
@@ -261,11 +259,15 @@ def test_runs_are_the_numbers(numbers):
     assert all(later - last > 1 for (_, last), (later, _) in itertools.pairwise(runs))
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return _save(tmp_path_factory.mktemp("kept"))
+
+
+@settings(max_examples=150)
 @given(data=st.data())
-def test_any_flips_are_found_exactly(data, tmp_path):
-    entry = _once(tmp_path)
-    manifest = entry.require_manifest()
+def test_any_flips_are_found_exactly(kept, data):
+    entry, manifest = kept, kept.require_manifest()
     name = data.draw(st.sampled_from(sorted(manifest.files)))
     places = data.draw(st.sets(st.integers(0, manifest.files[name].bytes - 1), min_size=1, max_size=6))
     _flip(entry.path / name, *places)
@@ -288,8 +290,3 @@ def _in_block(block):
             names.add(name)
         at += elements * 4
     return names
-
-
-def _once(tmp_path):
-    path = tmp_path / step_folder(100)
-    return Entry(100, path, read_manifest(path)) if path.exists() else _save(tmp_path)

@@ -29,7 +29,7 @@ def evict(path):
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
-SIZE, BLOCKS = 700_001, [512, 4096, 100_000, 1 << 20]
+SIZE, BLOCKS = 300_001, [512, 4096, 100_000, 1 << 20]
 PIECES = st.lists(
     st.tuples(
         st.integers(0, 1),  # the file
@@ -91,7 +91,7 @@ def test_every_range_gets_its_bytes(two_files, pieces, block, threads, gap, stri
         assert sum(count) == size
         assert how != "whole" or len(count) == (size > 0)
     if gap == 0 and all("whole" not in how for *_, how in pieces):
-        blocks = sum(len(np.unique(np.flatnonzero(each) // (block or 1))) for each in covered)
+        blocks = np.logical_or.reduceat(covered, np.arange(0, SIZE, block or 1), axis=1).sum()
         assert read_bytes <= blocks * (block or 1), "each block once"
 
 
