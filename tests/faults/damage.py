@@ -151,17 +151,11 @@ def _swap(pairs):
     return damage
 
 
-def _resize(path, length):
-    os.truncate(path, length)
+_resize = os.truncate
 
 
 def _zero(path):
     path.write_bytes(bytes(path.stat().st_size))
-
-
-def _folder(path):
-    path.unlink()
-    path.mkdir()
 
 
 def _link(path):
@@ -171,27 +165,21 @@ def _link(path):
     path.symlink_to(elsewhere)
 
 
-def _dangling(path):
-    path.unlink()
-    path.symlink_to("nowhere")
+def _instead(make):
+    def put(path):
+        path.unlink()
+        make(path)
+
+    return put
 
 
-def _pipe(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _device(path):
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
+_folder = _instead(Path.mkdir)
 REPLACEMENTS = {
     "a folder": _folder,
     "a link to the same bytes": _link,
-    "a link to nothing": _dangling,
-    "a pipe": _pipe,
-    "a link to /dev/zero": _device,
+    "a link to nothing": _instead(lambda path: path.symlink_to("nowhere")),
+    "a pipe": _instead(os.mkfifo),
+    "a link to /dev/zero": _instead(lambda path: path.symlink_to("/dev/zero")),
 }
 
 
@@ -254,8 +242,8 @@ def _by_restore(state, root):
 
 
 def unwrapped(error):
-    """What DCP has wrapped: on each rank it raises the errors of all, and keeps of some no more than the text."""
-    first = next(iter(error.failures.values()))[0]
+    """What DCP may have wrapped: on each rank it raises the errors of all, and keeps of some no more than the text."""
+    first = next(iter(error.failures.values()))[0] if isinstance(error, dcp.api.CheckpointException) else error
     if isinstance(first, AssertionError) and "metadata read failed: " in str(first):
         return CorruptError(str(first))
     return first if isinstance(first, Exception) else RuntimeError(str(first))

@@ -17,13 +17,10 @@ class OutOfMemoryError(RuntimeError):
     """As torch calls its own, whose home depends on its version."""
 
 
-def raised_from(error, cause):
-    error.__cause__ = cause
-    return error
-
-
-def raised_while(error, context):
-    error.__context__ = context
+def after(error, **other):
+    """An error with its cause, or the one that was being handled."""
+    for name, each in other.items():
+        setattr(error, f"__{name}__", each)
     return error
 
 
@@ -43,11 +40,11 @@ OUTAGES = [
     RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:1"),
     RuntimeError("DataLoader worker (pid(s) 77) exited unexpectedly"),
     torch.distributed.DistNetworkError("no host"),
-    raised_from(ValueError("no batch"), OSError(errno.EIO, "Input/output error")),
-    raised_from(ckptman.CkptmanError("rank 3 failed"), RankFailed(Failure(3, "OSError: no", "", None, errno.EIO))),
+    after(ValueError("no batch"), cause=OSError(errno.EIO, "Input/output error")),
+    after(ckptman.CkptmanError("rank 3 failed"), cause=RankFailed(Failure(3, "OSError: no", "", None, errno.EIO))),
     ckptman.RankLostError("gone"),
-    raised_while(ValueError("no batch"), OSError(errno.EIO, "Input/output error")),
-    raised_while(ValueError("no batch"), ConnectionResetError("peer")),
+    after(ValueError("no batch"), context=OSError(errno.EIO, "Input/output error")),
+    after(ValueError("no batch"), context=ConnectionResetError("peer")),
     RuntimeError("CUDA error: unspecified launch failure"),
     RuntimeError("can't start new thread"),
     RuntimeError("DataLoader timed out after 30 seconds"),
@@ -74,7 +71,7 @@ def test_an_outage_is_the_environments(error):
         ValueError("igloo: loss is NaN"),
         RuntimeError("igloo of shape [2, 3]"),
         RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"),
-        raised_while(FloatingPointError("nan"), FileNotFoundError(errno.ENOENT, "no cache")),
+        after(FloatingPointError("nan"), context=FileNotFoundError(errno.ENOENT, "no cache")),
         type("Odd", (Exception,), {"exceptions": None, "__module__": None})(),
         type("Mute", (RuntimeError,), {"__str__": lambda self: 1 / 0})(),
         ValueError("loss is NaN"),

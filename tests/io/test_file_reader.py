@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+from contextlib import closing
 
 import pytest
 
@@ -22,8 +23,13 @@ def path(tmp_path):
     return tmp_path / "x"
 
 
-def test_segments_are_filled_one_after_the_other_up_to_the_end_of_the_file(path):
-    reader = FileReader(path)
+@pytest.fixture
+def reader(path):
+    with closing(FileReader(path)) as made:
+        yield made
+
+
+def test_segments_are_filled_one_after_the_other_up_to_the_end_of_the_file(reader):
     places = [bytearray(3), bytearray(5), bytearray(4096)]
     assert reader.read([memoryview(place) for place in places], 7) == 3 + 5 + 4096
     assert b"".join(places) == DATA[7 : 7 + 3 + 5 + 4096]
@@ -31,11 +37,9 @@ def test_segments_are_filled_one_after_the_other_up_to_the_end_of_the_file(path)
     assert reader.read([memoryview(last)], len(DATA) - 10) == 10
     assert last[:10] == DATA[-10:]
     assert reader.read([memoryview(last)], len(DATA) + 5) == 0
-    reader.close()
 
 
-def test_it_is_opened_when_it_is_wanted_and_again_after_it_was_closed(path):
-    reader = FileReader(path)
+def test_it_is_opened_when_it_is_wanted_and_again_after_it_was_closed(path, reader):
     assert reader.open() == reader.open()
     assert reader.found.st_size == len(DATA)
     reader.close()
@@ -43,7 +47,6 @@ def test_it_is_opened_when_it_is_wanted_and_again_after_it_was_closed(path):
     path.write_bytes(DATA[:-1])
     reader.read([memoryview(bytearray(1))], 0)
     assert reader.found.st_size == len(DATA) - 1
-    reader.close()
 
 
 def test_what_is_not_a_file_is_refused_and_a_link_is_followed_on_demand(path):
@@ -51,26 +54,24 @@ def test_what_is_not_a_file_is_refused_and_a_link_is_followed_on_demand(path):
     link.symlink_to(path)
     with pytest.raises(CorruptError, match="not a regular file"):
         FileReader(link).open()
-    followed = FileReader(link, follow=True)
-    assert os.fstat(followed.open()).st_size == len(DATA)
-    followed.close()
+    with closing(FileReader(link, follow=True)) as followed:
+        assert os.fstat(followed.open()).st_size == len(DATA)
     with pytest.raises(CorruptError, match="not a regular file"):
         FileReader(path.parent).open()
 
 
 @pytest.mark.parametrize("offset", [0, 5, ALIGN_BYTES, len(DATA) - 100])
-def test_past_the_page_cache_the_same_bytes_come_or_none(path, offset):
-    reader, scratch = FileReader(path), aligned_memory(2 * DIRECT_BYTES)
+def test_past_the_page_cache_the_same_bytes_come_or_none(reader, offset):
+    scratch = aligned_memory(2 * DIRECT_BYTES)
     size = min(DIRECT_BYTES, len(DATA) - offset)
     inside = offset % ALIGN_BYTES
     count = reader.read_direct(offset, size, scratch)
     assert count in (0, size)
     assert scratch[inside : inside + count] == DATA[offset : offset + count]
-    reader.close()
 
 
-def test_another_file_that_took_the_name_is_not_read_in_its_place(path):
-    reader, scratch = FileReader(path), aligned_memory(2 * DIRECT_BYTES)
+def test_another_file_that_took_the_name_is_not_read_in_its_place(path, reader):
+    scratch = aligned_memory(2 * DIRECT_BYTES)
     reader.open()
     path.with_name("y").write_bytes(bytes(len(DATA)))
     path.with_name("y").replace(path)
@@ -78,11 +79,9 @@ def test_another_file_that_took_the_name_is_not_read_in_its_place(path):
     place = bytearray(10)
     reader.read([memoryview(place)], 0)
     assert place == DATA[:10]
-    reader.close()
 
 
-def test_where_the_page_cache_cannot_be_asked_nobody_knows(path, monkeypatch):
-    reader = FileReader(path)
+def test_where_the_page_cache_cannot_be_asked_nobody_knows(reader, monkeypatch):
     assert reader.is_cold(0, DIRECT_BYTES - 1) is None, "too little to be read past it"
 
     def refuse(*_):
@@ -92,19 +91,17 @@ def test_where_the_page_cache_cannot_be_asked_nobody_knows(path, monkeypatch):
         patch.setattr(os, "preadv", refuse)
         assert reader.is_cached(0) is None
     assert reader.is_cold(0, DIRECT_BYTES) is None
-    reader.close()
 
 
 def test_a_python_that_cannot_ask_the_page_cache_reads_all_the_same(path, monkeypatch):
     """One that was built for an older libc."""
     monkeypatch.delattr(os, "RWF_NOWAIT")
-    reader = FileReader(path)
-    assert reader.is_cached(0) is None
-    assert reader.is_cold(0, 2 * DIRECT_BYTES) is None
     place = bytearray(len(DATA))
-    assert reader.read([memoryview(place)], 0) == len(DATA)
+    with closing(FileReader(path)) as reader:
+        assert reader.is_cached(0) is None
+        assert reader.is_cold(0, 2 * DIRECT_BYTES) is None
+        assert reader.read([memoryview(place)], 0) == len(DATA)
     assert bytes(place) == DATA
-    reader.close()
 
 
 def test_what_is_left_of_segments():

@@ -83,17 +83,16 @@ def test_silence_ends_at_the_limit_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
-    [(signal.SIGKILL, r"killed by SIGKILL \(out of memory\?\)"), (signal.SIGSEGV, "killed by SIGSEGV")],
+    ("die", "told"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"killed by SIGKILL \(out of memory\?\)"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "killed by SIGSEGV"),
+        (lambda: os._exit(3), "exit code 3"),
+    ],
 )
-def test_death_is_told_with_its_signal(number, told):
+def test_death_is_told_with_its_signal_or_exit_code(die, told):
     with pytest.raises(Died, match=told):
-        run_isolated(lambda: os.kill(os.getpid(), number), 10)
-
-
-def test_an_exit_with_no_result_is_told():
-    with pytest.raises(Died, match="exit code 3"):
-        run_isolated(lambda: os._exit(3), 10)
+        run_isolated(die, 10)
 
 
 def test_ctrl_c_of_the_caller_ends_it(monkeypatch):

@@ -45,7 +45,6 @@ def source():
 
 
 def child_of(process):
-    assert process._running is not None
     return psutil.Process(process._running[1].pid)
 
 
@@ -53,7 +52,6 @@ def test_what_it_writes_is_what_the_memory_holds(folder, process, source):
     shared, data = source
     for name in ("x", "y"):
         written = process.write(folder / name, shared, disk=DISK)
-        assert written is not None
         assert (folder / name).read_bytes() == data
         assert written.digests.blocks == b"".join(digest_file(folder / name)[1])
         assert written.digests.size_bytes == len(data)
@@ -122,17 +120,18 @@ def test_the_last_file_is_kept_in_the_page_cache_and_no_other(tmp_path, process,
         process.write(path, shared, disk=DISK)
     if any(map(resident_share, files)):
         pytest.skip("no direct I/O here: what is written is in the page cache anyway")
-    process.keep_cached(files[0])
-    until(lambda: resident_share(files[0]) > 0.9)
-    process.keep_cached(files[1])
-    until(lambda: resident_share(files[1]) > 0.9)
+
+    def keep(number):
+        process.keep_cached(files[number])
+        until(lambda: resident_share(files[number]) > 0.9)
+
+    keep(0)
+    keep(1)
     assert not resident_share(files[0])
     files[1].unlink()
-    process.keep_cached(files[2])
-    until(lambda: resident_share(files[2]) > 0.9)
+    keep(2)
     process.keep_cached(files[1])
-    process.keep_cached(files[0])
-    until(lambda: resident_share(files[0]) > 0.9)
+    keep(0)
     assert process.write(tmp_path / "d", shared, disk=DISK) is not None
     assert (tmp_path / "d").read_bytes() == data
 
@@ -182,7 +181,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_it_leaves_when_its_parent_was_killed(folder):
     command = [sys.executable, "-c", ORPHAN, str(folder / "x")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
-        assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         try:
             child.wait(20)

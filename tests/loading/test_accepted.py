@@ -2,9 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +18,6 @@ import ckptman
 from ckptman.loading.accepted import matches, patterns_of
 from ckptman.state.named_state import snapshot
 from tests.helpers.ranks import run_ranks
-
-State = dict[str, Any]
-Way = Callable[..., Any]
 
 
 def restore(state, path, **patterns):
@@ -94,11 +89,8 @@ def test_patterns_name_entries_and_all_that_is_under_them():
 
 
 def test_patterns_are_short_and_name_nothing_else():
-    assert patterns_of(["ema.a", "ema.b", "m.0.w", "m.0.b", "m.2.w"], ["m.1.w", "m.2.b", "m"]) == (
-        "ema",
-        "m.0.*",
-        "m.2.w",
-    )
+    mine, others = ["ema.a", "ema.b", "m.0.w", "m.0.b", "m.2.w"], ["m.1.w", "m.2.b", "m"]
+    assert patterns_of(mine, others) == ("ema", "m.0.*", "m.2.w")
     layers = [f"m.{layer}.{part}.{each}" for layer in range(9) for part in "qv" for each in ("lora.a", "lora.b", "w")]
     new = [each for each in layers if "lora" in each]
     assert patterns_of(new, layers) == ("m.*.q.lora.*", "m.*.v.lora.*")
@@ -139,9 +131,8 @@ def test_an_adapter_starts_fresh_and_the_rest_goes_on(path, groups):
 
     def parted(model):
         new, old = [*model.lora.parameters()], [*model.trunk.parameters()]
-        return {"one": [*old, *new], "first": [*new, *old], "own": [{"params": new, "lr": 0.5}, {"params": old}]}[
-            groups
-        ]
+        own = [{"params": new, "lr": 0.5}, {"params": old}]
+        return {"one": [*old, *new], "first": [*new, *old], "own": own}[groups]
 
     for way in restore, load:
         fresh = run(groups=parted, lora=nn.Linear(3, 3, bias=False))
@@ -168,13 +159,11 @@ def test_another_head_and_a_group_that_is_gone(path, way):
     assert 'missing=["model.new.*", "optimizer.param_groups.new.*"], unexpected=["epoch", "model.old.*", ' in told
     assert "the model, the optimizer and 'epoch' in line" in told
     after, before = content(fresh), content(saved)
-    assert {name: after[name] for name in before if name in after} == {
-        name: before[name] for name in after if name in before
-    }
+    common = after.keys() & before.keys()
+    assert {name: after[name] for name in common} == {name: before[name] for name in common}
     assert [each["lr"] for each in fresh["optimizer"].param_groups] == [0.1]
     if way is load:
-        assert "epoch" in skipped.unexpected
-        assert "model.old.weight" in skipped.unexpected
+        assert {"epoch", "model.old.weight"} <= {*skipped.unexpected}
         assert {"model.new.bias", "model.new.weight"} < {*skipped.missing}
 
 
@@ -204,10 +193,8 @@ def test_another_kind_of_optimizer_starts_without_state(path, way):
 
 
 def test_values_and_tensors_in_dicts_and_lists(path):
-    ckptman.save(
-        {"progress": {"epoch": 3, "old": {"a": 1, "w": torch.ones(1)}, "gone": 5}, "more": [torch.ones(1)], "n": 1},
-        path,
-    )
+    progress = {"epoch": 3, "old": {"a": 1, "w": torch.ones(1)}, "gone": 5}
+    ckptman.save({"progress": progress, "more": [torch.ones(1)], "n": 1}, path)
     best, second = torch.zeros(2), torch.zeros(1)
     fresh = {"progress": {"epoch": 0, "best": {"w": best, "step": 7}}, "more": [torch.zeros(1), second], "n": 0}
     told, _ = accept(restore, fresh, path)
@@ -237,9 +224,8 @@ def test_each_attempt_of_a_chain_gives_the_same_patterns(path, caplog):
         assert checkpointer.restore() == 4
     events = [json.loads(line) for line in (root / ".ckptman" / "journal.jsonl").read_text().splitlines()]
     restored = [each for each in events if each["event"] == "restored"]
-    assert [(each.get("missing"), each.get("unexpected")) for each in restored] == [(["ema"], ["epoch"])] + 3 * [
-        (None, None)
-    ]
+    skipped = [(each.get("missing"), each.get("unexpected")) for each in restored]
+    assert skipped == [(["ema"], ["epoch"]), (None, None), (None, None), (None, None)]
     (told,) = [each for each in caplog.messages if "missing in it" in each]
     assert told.endswith("; missing in it, and as before: ema; left in it: epoch")
 
@@ -304,9 +290,8 @@ def test_what_plain_dcp_saved(path, way):
     fresh = run(lora=nn.Linear(3, 3)) | {"ema": {"w": torch.zeros(1)}}
     accept(way, fresh, path)
     after = content(fresh)
-    assert {name: after[name] for name in content(run(2)) if name in content(saved)} == content(
-        {name: saved[name] for name in ("model", "optimizer")}
-    )
+    expected = content({name: saved[name] for name in ("model", "optimizer")})
+    assert {name: after[name] for name in expected} == expected
     assert fresh["model"].lora.weight not in fresh["optimizer"].state
     assert not fresh["ema"]["w"].any()
 
@@ -344,23 +329,16 @@ def on_two_ranks(folder):
         attempt(way, missing="ema" if rank else ["ema"])
         attempt(way)
         attempt(way, missing=["emma"])
-        assert content(attempt(way, missing=["ema"])) == {
-            f"stage{rank}.w": (torch.int64, [rank, rank]),
-            "epoch": 1,
-            **({"ema.w": 5} if rank else {}),
-        }
+        expected = {f"stage{rank}.w": (torch.int64, [rank, rank]), "epoch": 1, **({"ema.w": 5} if rank else {})}
+        assert content(attempt(way, missing=["ema"])) == expected
     return told
 
 
 def test_ranks_accept_the_same(tmp_path):
     first, second = run_ranks(2, on_two_ranks, str(tmp_path), fresh=True)
     assert first == second
-    assert [each.partition(":")[0] for each in first] == 2 * [
-        "ConfigError",
-        "ConfigError",
-        "MismatchError",
-        "ConfigError",
-    ]
+    errors = ["ConfigError", "ConfigError", "MismatchError", "ConfigError"]
+    assert [each.partition(":")[0] for each in first] == 2 * errors
     assert 'rank 0 accepts () and rank 1 (missing=["ema"])' in first[0]
 
 
@@ -375,10 +353,8 @@ def adapt(root, patterns):
     state |= {} if patterns is None else {"ema": {"w": torch.ones(3)}}
 
     def whole():
-        tensors = snapshot(state, 0).tensors
-        return {
-            name: (each.full_tensor() if isinstance(each, DTensor) else each).tolist() for name, each in tensors.items()
-        }
+        found = snapshot(state, 0).tensors.items()
+        return {name: (each.full_tensor() if isinstance(each, DTensor) else each).tolist() for name, each in found}
 
     found = []
     with ckptman.Checkpointer(root, state, save_policy=ckptman.OnStop(), deadline=None) as checkpointer:

@@ -1,29 +1,39 @@
 """The check of loading itself: it passes what loads, in any layout, and finds each way in which a load can go wrong."""
 
+import functools
 import math
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import time
 
+import psutil
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import ckptman
 from ckptman.errors import ConfigError
 from ckptman.io.checksums import BLOCK_BYTES
+from ckptman.loading import exchange as sharing
+from ckptman.loading import read_tensors as reading
+from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.verify import rank_processes
+from ckptman.verify import reshard_check as module
+from ckptman.verify.chunk_files import Saved
+from ckptman.verify.rank_processes import run_forked
 from ckptman.verify.reports import layout_for, shown, text_of, world_sizes_with
-from tests.helpers.ranks import alone, run_ranks
+from ckptman.verify.reshard_check import check, processes_for
+from tests.faults.regions import flip
+from tests.helpers.ranks import RankError, alone, run_ranks
 
 
 def _save(folder):
     """On 4 ranks: tensors of all kinds, sharded in all ways, by ckptman in `ours` and by plain DCP in `plain`."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    import ckptman
-
     torch.manual_seed(7)
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
 
@@ -65,8 +75,6 @@ def saved(tmp_path_factory):
 
 
 def _check(folder, world_sizes, mesh=None):
-    from ckptman.verify.reshard_check import check
-
     return [(each.world_size, each.problems, each.notes) for each in check(folder, world_sizes, mesh)]
 
 
@@ -80,8 +88,6 @@ def test_every_kind_of_tensor_loads_in_every_layout(saved, name):
 
 def _in_waves(folder, processes, mesh):
     """What is found with so many processes at a time, and how many there really were at most."""
-    from ckptman.verify import reshard_check as module
-
     counts = []
     real = module.run_forked
 
@@ -107,19 +113,22 @@ def test_more_ranks_than_fit_load_in_waves_and_it_is_said_what_that_leaves_open(
 # Ways to harm a load: each is done before ranks are forked, and undone before the next.
 
 
-def _fills(patch, harm):
+def in_fills(harm):
     """Put what `harm` makes of the fills of one tensor in their place, on the rank with the highest number."""
-    from ckptman.loading import exchange as sharing
-    from ckptman.loading import read_tensors as reading
 
-    real = reading.fills_for_box
+    @functools.wraps(harm)
+    def do(patch):
+        real = reading.fills_for_box
 
-    def fills_for_box(state, name, offsets, memory):
-        fills = list(real(state, name, offsets, memory))
-        yield from harm(state, fills) if name == "sharded" and _is_last_rank() else fills
+        def fills_for_box(state, name, offsets, memory):
+            fills = list(real(state, name, offsets, memory))
+            is_harmed = name == "sharded" and _is_last_rank()
+            yield from (harm(state, fills) or ()) if is_harmed else fills
 
-    for module in (reading, sharing):
-        patch.setattr(module, "fills_for_box", fills_for_box)
+        for each in (reading, sharing):
+            patch.setattr(each, "fills_for_box", fills_for_box)
+
+    return do
 
 
 _now = {"rank": 0, "last": 0}
@@ -131,9 +140,7 @@ def _is_last_rank():
 
 
 def _know_the_rank(patch, everywhere):
-    """Let harms know which rank they are in; `run_on_all`: as if each were the last."""
-    from ckptman.verify import reshard_check as module
-
+    """Let harms know which rank they are in; `everywhere`: as if each were the last."""
     real = module.check_rank
 
     def check_rank(job, rank, tell):
@@ -148,69 +155,57 @@ def _part(fill, first, last, target):
     return type(fill)(fill.name, fill.chunk, (fill.start[0] + first, *fill.start[1:]), target[: last - first])
 
 
-def rows_swapped(patch):
-    def harm(state, fills):
-        fill, *rest = fills
-        yield _part(fill, 0, 1, fill.target[1:])
-        yield _part(fill, 1, 2, fill.target)
-        yield _part(fill, 2, len(fill.target), fill.target[2:])
-        yield from rest
-
-    _fills(patch, harm)
+@in_fills
+def rows_swapped(state, fills):
+    fill, *rest = fills
+    swapped = [_part(fill, 0, 1, fill.target[1:]), _part(fill, 1, 2, fill.target)]
+    return [*swapped, _part(fill, 2, len(fill.target), fill.target[2:]), *rest]
 
 
-def row_dropped(patch):
-    def harm(state, fills):
-        *rest, fill = fills
-        yield from rest
-        yield _part(fill, 0, len(fill.target) - 1, fill.target)
-
-    _fills(patch, harm)
+@in_fills
+def row_dropped(state, fills):
+    *rest, fill = fills
+    return [*rest, _part(fill, 0, len(fill.target) - 1, fill.target)]
 
 
-def neighbour_read(patch):
-    def harm(state, fills):
-        fill, *rest = fills
-        others = [each for each in state.all_chunks(fill.name) if each.offsets != fill.chunk.offsets]
-        near = next(each for each in others if each.sizes == fill.chunk.sizes)
-        yield type(fill)(fill.name, near, fill.start, fill.target)
-        yield from rest
-
-    _fills(patch, harm)
+@in_fills
+def neighbour_read(state, fills):
+    fill, *rest = fills
+    others = [each for each in state.all_chunks(fill.name) if each.offsets != fill.chunk.offsets]
+    near = next(each for each in others if each.sizes == fill.chunk.sizes)
+    return [type(fill)(fill.name, near, fill.start, fill.target), *rest]
 
 
-def nothing_read(patch):
-    _fills(patch, lambda state, fills: iter(()))
+@in_fills
+def nothing_read(state, fills):
+    return []
 
 
-def read_refused(patch):
-    def harm(state, fills):
-        raise ValueError("this one is refused")
-
-    _fills(patch, harm)
+@in_fills
+def read_refused(state, fills):
+    raise ValueError("this one is refused")
 
 
-def rank_killed(patch):
-    _fills(patch, lambda state, fills: os.kill(os.getpid(), signal.SIGKILL) or iter(()))
+@in_fills
+def rank_killed(state, fills):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rank_gone(patch):
-    _fills(patch, lambda state, fills: os._exit(3))
+@in_fills
+def rank_gone(state, fills):
+    os._exit(3)
 
 
-def rank_hung(patch):
-    _fills(patch, lambda state, fills: time.sleep(100) or iter(()))
+@in_fills
+def rank_hung(state, fills):
+    time.sleep(100)
 
 
 def nothing_received(patch):
-    from ckptman.loading import exchange as sharing
-
     patch.setattr(sharing._Exchange, "_take", lambda self, number, pieces, received: None)
 
 
 def too_little_sent(patch):
-    from ckptman.loading import exchange as sharing
-
     real = sharing._bands
 
     def bands(line, member, members):
@@ -221,8 +216,6 @@ def too_little_sent(patch):
 
 
 def one_element_wrong(patch):
-    from ckptman.verify import reshard_check as module
-
     real = module._read_into
 
     def read(state, tensors, channel):
@@ -241,10 +234,6 @@ OTHERS = (one_element_wrong, read_refused)
 
 def _harmed(folder, harms, layouts, waves):
     """What is found of each harm, in each layout."""
-    import psutil
-
-    from ckptman.verify import reshard_check as module
-
     found = {}
     for harm in harms:
         with pytest.MonkeyPatch.context() as patch:
@@ -280,16 +269,11 @@ def test_a_wrong_plan_is_found(harm, layout, together):
 
 
 @pytest.mark.parametrize("layout", TOGETHER)
-def test_one_wrong_element_is_named_and_counted(layout, together):
-    (problem,) = together["one_element_wrong", layout]
+def test_what_cannot_be_read_and_each_wrong_element_are_named(layout, together):
     last = TOGETHER[layout][-1]
+    (problem,) = together["one_element_wrong", layout]
     assert problem.startswith(f"rank {last} of {last + 1}: all: rows 5 to 8 differ from what is in __")
     assert problem.endswith(": 1 of 4400 elements")
-
-
-@pytest.mark.parametrize("layout", TOGETHER)
-def test_a_tensor_that_cannot_be_read_is_named_and_the_others_are_compared(layout, together):
-    last = TOGETHER[layout][-1]
     why = "sharded: it does not load: ValueError: this one is refused"
     assert together["read_refused", layout] == [f"rank {last} of {last + 1}: {why}"]
 
@@ -309,13 +293,11 @@ def test_a_wrong_exchange_between_replicas_is_found(saved):
 @pytest.mark.slow
 @pytest.mark.parametrize("waves", [False, True])
 def test_a_rank_that_dies_or_hangs_ends_the_check_with_its_name(saved, waves):
-    begun = time.monotonic()
-    found = alone(_harmed, saved / "ours", list(DEATHS), [(2, 2)], waves)
+    found = alone(_harmed, saved / "ours", list(DEATHS), [(2, 2)], waves, limit_seconds=60)
     for harm, why in DEATHS.items():
         problems = found[harm.__name__, (2, 2)]
         assert any(why in each and (waves or "rank 3 of 4 " in each) for each in problems), problems
         assert len(problems) <= 4
-    assert time.monotonic() - begun < 60
 
 
 def test_nothing_that_was_forked_is_left(saved):
@@ -323,10 +305,6 @@ def test_nothing_that_was_forked_is_left(saved):
 
 
 def _children_left(folder):
-    import psutil
-
-    from ckptman.verify.reshard_check import check
-
     assert [each.problems for each in check(folder, [3])] == [[]]
     reports = check(folder, [2, 3])
     next(reports)
@@ -334,62 +312,54 @@ def _children_left(folder):
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
-def test_bytes_that_changed_on_disk_are_not_what_was_saved(saved, tmp_path):
-    """What is compared with is not only what the disk says now, which is what was loaded."""
-    shutil.copytree(saved / "ours", tmp_path / "ours")
-    name, middle = alone(_middle_of, saved / "ours", "a.tall")
-    data = bytearray((tmp_path / "ours" / name).read_bytes())
-    data[middle] ^= 1
-    (tmp_path / "ours" / name).write_bytes(data)
-    block = middle // BLOCK_BYTES * BLOCK_BYTES
-    why = f"rank 1 of 2: a.tall: rows 40000 to 79999 are not what was saved: {name} has changed at byte {block}"
-    assert alone(_check, tmp_path / "ours", [2]) == [(2, [why], [])]
+def _with_saved(change, folder):
+    """What is found by a check that reads something else of a checkpoint than what is there."""
 
-
-def test_a_container_that_is_not_where_the_table_says_is_found(saved):
-    """The table places the payload of a tensor four bytes late: both ways of reading go by it, torch does not."""
-    (problem,) = alone(_late_payload, saved / "ours")
-    table, container = re.fullmatch(
-        r"rank 0 of 1: sharded: chunk 0 has its payload at byte (\d+) of __\d_0.distcp by the chunk table, and at byte "
-        r"(\d+) by its container",
-        problem,
-    ).groups()
-    assert int(table) == int(container) + 4
-
-
-def _late_payload(folder):
-    from ckptman.loading.checkpoint_reader import SavedState
-    from ckptman.verify import reshard_check as module
-
-    class Late(SavedState):
+    class Changed(SavedState):
         @classmethod
         def read(cls, folder, rank=None):
             state = super().read(folder, rank)
-            state.table.chunks("sharded")
-            numbers = state.table._rows[0 : len(state.table._rows)].copy()
-            numbers[state.index.tensors["sharded"].start + 3] += 4
-            state.table._rows, state.table._last = numbers, None
+            change(state)
             return state
 
-    module.SavedState = Late
+    module.SavedState = Changed
     (report,) = module.check(folder, [1])
     return report.problems
 
 
-def _middle_of(folder, name):
-    """A byte in a block that lies in the second half of a tensor: its file and place."""
-    from ckptman.loading.checkpoint_reader import SavedState
+def _late_payload(state):
+    state.table.chunks("sharded")
+    state.table._rows = state.table._rows[0 : len(state.table._rows)].copy()
+    state.table._rows[state.index.tensors["sharded"].start + 3] += 4
+    state.table._last = None
 
-    (chunk,) = SavedState.read(folder).all_chunks(name)
-    return chunk.file, (chunk.payload + chunk.bytes // 2) // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES + 7
+
+def test_a_container_that_is_not_where_the_table_says_is_found(saved):
+    """The table places the payload of a tensor four bytes late: both ways of reading go by it, torch does not."""
+    (problem,) = alone(_with_saved, _late_payload, saved / "ours")
+    said = (
+        r"rank 0 of 1: sharded: chunk 0 has its payload at byte (\d+) of __\d_0.distcp by the chunk table, and at byte "
+    )
+    late, right = map(int, re.fullmatch(said + r"(\d+) by its container", problem).groups())
+    assert late == right + 4
+
+
+def _swapped(state):
+    records = state.index.tensors
+    records["x.a"], records["x.b"] = records["x.b"], records["x.a"]
+
+
+def test_a_record_that_was_taken_for_another_is_found(tmp_path):
+    """Both ways of reading go by the index; plain DCP goes by `.metadata`, and would load something else."""
+    ckptman.save({"x": {"a": torch.zeros(8, 4), "b": torch.ones(8, 4)}}, tmp_path / "x")
+    problems = alone(_with_saved, _swapped, tmp_path / "x")
+    assert [problem.partition(", bytes")[0] for problem in problems] == [
+        "x.a at [0, 0]: .metadata looks for it in __0_0.distcp",
+        "x.b at [0, 0]: .metadata looks for it in __0_0.distcp",
+    ]
 
 
 def test_memory_is_that_of_the_largest_shard_or_a_batch():
-    import torch
-
-    from ckptman.verify import reshard_check as module
-    from ckptman.verify.chunk_files import Saved
-
     tensors = [Saved(str(rows), (rows, 256), torch.float32) for rows in (1, 70_000, 8, 300_000, 5)]
     tensors.append(Saved("scalar", (), torch.float32))
     batches = list(module._batches(tensors, 2))
@@ -397,6 +367,22 @@ def test_memory_is_that_of_the_largest_shard_or_a_batch():
     held = [module._place(batch, 2)[1] for batch in batches]
     assert max(held) == 300_000 * 256 * 4 // 2
     assert sum(each > module.BATCH_BYTES for each in held) == 2
+
+
+def test_bytes_that_changed_on_disk_are_not_what_was_saved(saved, tmp_path):
+    """What is compared with is not only what the disk says now, which is what was loaded."""
+    shutil.copytree(saved / "ours", tmp_path / "ours")
+    name, middle = alone(_middle_of, saved / "ours", "a.tall")
+    flip(tmp_path / "ours" / name, middle, 0)
+    ((_, problems, _),) = alone(_check, tmp_path / "ours", [2])
+    changed = f"{name} has changed at byte {middle // BLOCK_BYTES * BLOCK_BYTES}"
+    assert problems == [f"rank 1 of 2: a.tall: rows 40000 to 79999 are not what was saved: {changed}"]
+
+
+def _middle_of(folder, name):
+    """A byte in a block that lies in the second half of a tensor: its file and place."""
+    (chunk,) = SavedState.read(folder).all_chunks(name)
+    return chunk.file, (chunk.payload + chunk.bytes // 2) // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES + 7
 
 
 @pytest.mark.parametrize(
@@ -412,14 +398,10 @@ def test_memory_is_that_of_the_largest_shard_or_a_batch():
     ],
 )
 def test_as_many_processes_as_fit(world_size, shard_bytes, free_bytes, cores, processes):
-    from ckptman.verify.reshard_check import processes_for
-
     assert processes_for(world_size, shard_bytes, free_bytes, cores) == processes
 
 
 def _tight(folder):
-    from ckptman.verify import reshard_check as module
-
     module.available_bytes = lambda: module.PROCESS_BYTES
     (report,) = module.check(folder, [2])
     return [*report.problems, report.not_tried]
@@ -445,34 +427,9 @@ def test_layouts():
     assert shown(list("abcd"), 2) == ["a", "b", "and 2 more"]
 
 
-def test_a_record_that_was_taken_for_another_is_found(tmp_path):
-    """Both ways of reading go by the index; plain DCP goes by `.metadata`, and would load something else."""
-    problems = alone(_swapped, tmp_path / "swapped")
-    assert [problem.partition(", bytes")[0] for problem in problems] == [
-        "x.a at [0, 0]: .metadata looks for it in __0_0.distcp",
-        "x.b at [0, 0]: .metadata looks for it in __0_0.distcp",
-    ]
-
-
-def _swapped(folder):
-    import torch
-
-    import ckptman
-    from ckptman.loading.checkpoint_reader import SavedState
-    from ckptman.verify import reshard_check as module
-
-    class Swapped(SavedState):
-        @classmethod
-        def read(cls, folder, rank=None):
-            state = super().read(folder, rank)
-            records = state.index.tensors
-            records["x.a"], records["x.b"] = records["x.b"], records["x.a"]
-            return state
-
-    ckptman.save({"x": {"a": torch.zeros(8, 4), "b": torch.ones(8, 4)}}, folder)
-    module.SavedState = Swapped
-    (report,) = module.check(folder, [1])
-    return report.problems
+def test_a_test_alone_fails_with_its_traceback():
+    with pytest.raises(RankError, match="such as 2x4"):
+        alone(world_sizes_with, [1], (0, 0))
 
 
 @pytest.mark.slow
@@ -481,10 +438,6 @@ def test_a_rank_that_reads_is_not_silent_though_it_tells_nothing():
 
 
 def _slow_disk(silence_seconds):
-    import time
-
-    from ckptman.verify.rank_processes import run_forked
-
     def work(rank, tell):
         with open("/dev/zero", "rb", buffering=0) as disk:
             for _ in range(30):
@@ -500,10 +453,6 @@ def test_how_much_is_done_is_told():
 
 
 def _told():
-    import multiprocessing
-
-    from ckptman.verify import rank_processes
-
     told = []
     told_enough = multiprocessing.get_context("fork").Event()
     rank_processes._TOLD_SECONDS = 0.05

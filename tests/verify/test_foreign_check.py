@@ -1,9 +1,10 @@
-"""`ckptman verify` of what plain DCP wrote: what can be proved is, and what cannot is said."""
+"""`verify` of what plain DCP wrote: what can be proved is, and what cannot is said."""
 
 import errno
 import json
 import os
 import pickle
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptman
+from ckptman.cli.app import main
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.state.file_layout import frame_of
 from ckptman.verify import foreign_check
 from ckptman.verify.foreign_check import check_foreign
+from tests.faults.regions import flip
 
 STATE = {
     "model": {"weight": torch.arange(30_000.0).reshape(300, 100), "bias": torch.ones(7, dtype=torch.bfloat16)},
@@ -49,75 +52,74 @@ def _place(folder, name):
     return folder / chunk.file, chunk.offset, payload
 
 
-def _flip(path, place):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.slow
-def test_what_is_whole_is_proved_as_far_as_it_goes(plain, ends):
-    lines = ends(0, "verify", plain).out.splitlines()
+def test_what_is_whole_is_proved_as_far_as_it_goes(plain, capsys):
+    assert main(["verify", str(plain)]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{plain}: written by plain DCP, without digests: ")
     assert "KiB match their checksums; 2 files, " in lines[0]
     assert lines[0].endswith("; 3 tensors, all complete")
     assert "  digests   plain DCP keeps none; only what has a checksum of torch.save was compared" in lines
     assert "  digests   every byte of every file is the byte that was saved" not in lines
-    (found,) = json.loads(ends(0, "verify", plain, "--json").out)["checkpoints"]
-    assert (found["good"], found["digests"], found["levels"], found["remarks"]) == (True, False, ["coverage"], [])
-    assert found["checked_bytes"] >= 120_000
+    found = check_foreign(plain)
+    assert (found.problems, found.remarks, found.unread) == ([], [], [])
+    assert found.checked_bytes >= 120_000
     assert not list(plain.glob("verified.json"))
 
 
-@pytest.mark.parametrize(
-    ("harm", "told"),
-    [
-        ("flipped", "does not match its checksum: its bytes have changed since they were saved"),
-        ("missing", "__0_0.distcp is missing"),
-        ("short", "lies outside of its file"),
-        ("garbled", "the container of model.weight ("),
-        ("pickled", "asks for"),
-    ],
-)
-def test_files_that_are_not_what_they_were_are_damage(harm, told, folder, ends):
-    path, offset, payload = _place(folder, "model.weight")
-    data = path.read_bytes()
-    if harm == "flipped":
-        _flip(path, payload)
-    elif harm == "missing":
-        path.unlink()
-    elif harm == "short":
-        os.truncate(path, offset + 1000)
-    elif harm == "garbled":
-        path.write_bytes(data[:offset] + bytes(len(data) - offset))
-    else:
-        (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    printed = ends(4, "verify", folder)
-    assert told in printed.out
-    assert f"1 of 1 checkpoint damaged or incomplete: {folder}" in printed.err
-    assert "ckptman verify" not in printed.out + printed.err, "a remedy that does not help here"
-    assert not Path("ran").exists()
+def test_what_is_damaged_is_told_with_a_remedy_that_helps(folder, capsys):
+    path, _, payload = _place(folder, "scalar")
+    flip(path, payload, 0)
+    assert main(["verify", str(folder)]) == 4
+    told = capsys.readouterr()
+    assert re.search(r"  __0_0.distcp: the container of scalar \(.* does not match its checksum: its bytes", told.out)
+    assert f"1 of 1 checkpoint damaged or incomplete: {folder}" in told.err
+    os.truncate(folder / "__0_0.distcp", 1000)
+    assert main(["verify", str(folder)]) == 4
+    told = capsys.readouterr()
+    assert re.search("lies outside of its file.*bring this one back from a copy", told.out)
+    assert "ckptman verify" not in told.out + told.err
 
 
 def test_a_flip_anywhere_is_damage_or_hits_what_nobody_reads(folder):
     state = SavedState.read(folder)
-    chunks = [chunk for name in state.index.tensors for chunk in state.all_chunks(name)]
-    places = [(chunk.file, chunk.offset, chunk.bytes) for chunk in chunks]
-    places += [(at.file, at.offset, at.bytes) for at in state.index.objects.values()]
+    places = [chunk for name in state.index.tensors for chunk in state.all_chunks(name)]
     unnoticed = []
-    for file, offset, size in places:
-        for place in range(offset, offset + size, max(1, size // 25)):
-            _flip(folder / file, place)
+    for each in (*places, *state.index.objects.values()):
+        for place in range(each.offset, each.offset + each.bytes, max(1, each.bytes // 25)):
+            flip(folder / each.file, place, 0)
             if not check_foreign(folder).problems:
                 unnoticed.append(place)
-                fresh = {"model": {name: torch.zeros_like(each) for name, each in STATE["model"].items()}}
-                fresh |= {"scalar": torch.tensor(0.0), "epoch": 0, "names": ["", ""]}
-                ckptman.load(fresh, folder)
-                assert all(torch.equal(each, STATE["model"][name]) for name, each in fresh["model"].items())
-                assert all(fresh[name] == STATE[name] for name in ("scalar", "epoch", "names"))
-            _flip(folder / file, place)
+                assert _same(_load(folder))
+            flip(folder / each.file, place, 0)
     assert len(unnoticed) < 100  # names, dates and padding
     assert not check_foreign(folder).problems
+
+
+def _same(state):
+    model = all(torch.equal(each, STATE["model"][name]) for name, each in state["model"].items())
+    return model and all(state[name] == STATE[name] for name in ("scalar", "epoch", "names"))
+
+
+def _load(folder):
+    state = {
+        "model": {name: torch.zeros_like(each) for name, each in STATE["model"].items()},
+        "scalar": torch.tensor(0.0),
+        "epoch": 0,
+        "names": ["", ""],
+    }
+    ckptman.load(state, folder)
+    return state
+
+
+def test_changed_elements_of_all_tensors_are_damage(folder):
+    names = list(SavedState.read(folder).index.tensors)
+    for name in names:
+        path, _, payload = _place(folder, name)
+        flip(path, payload, 0)
+    problems = check_foreign(folder).problems
+    assert len(problems) == len(names)
+    assert all("does not match its checksum" in problem for problem in problems)
 
 
 @pytest.fixture
@@ -134,10 +136,11 @@ def bare(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_checksums_that_is_said(bare, ends):
+def test_without_checksums_that_is_said(bare, capsys):
     path = bare / "__0_0.distcp"
-    _flip(path, path.read_bytes().index(STATE["model"]["weight"].numpy().tobytes()))
-    out = ends(0, "verify", bare).out
+    flip(path, path.read_bytes().index(STATE["model"]["weight"].numpy().tobytes()), 0)
+    assert main(["verify", str(bare)]) == 0
+    out = capsys.readouterr().out
     elements = "120,018 of 120,018 bytes of the elements of tensors"
     assert f"  remark: not proved: {elements} have no checksum: changed ones cannot be found there\n" in out
     assert "bytes of descriptions and plain values have no checksum: changed ones cannot be found there" in out
@@ -153,12 +156,12 @@ def test_a_part_without_checksums_is_counted_and_the_rest_compared(folder):
     path.write_bytes(data)
     found = check_foreign(folder)
     assert found.problems == []
-    (remark,) = found.remarks
-    assert remark.startswith("4 of 120,018 bytes of the elements of tensors have no checksum: ")
-    for name in ("model.weight", "model.bias"):
-        _flip(path, _place(folder, name)[2])
-    found = check_foreign(folder).problems
-    assert ["does not match its checksum" in problem for problem in found] == [True, True]
+    assert [remark.partition(":")[0] for remark in found.remarks] == [
+        "4 of 120,018 bytes of the elements of tensors have no checksum"
+    ]
+    _, _, payload = _place(folder, "model.weight")
+    flip(path, payload, 0)
+    assert len(check_foreign(folder).problems) == 1
 
 
 def test_what_was_transformed_is_not_looked_into_and_all_else_is(folder):
@@ -182,7 +185,7 @@ def test_what_was_transformed_is_not_looked_into_and_all_else_is(folder):
 def test_a_plan_needs_no_container_opened(folder, monkeypatch):
     monkeypatch.setattr(foreign_check, "open_container", None)
     found = check_foreign(folder, open_containers=False)
-    assert (found.problems, found.tensors) == ([], 3)
+    assert (found.problems, found.tensors, found.checked_bytes) == ([], 3, 0)
     assert found.remarks == ["containers were not opened: changed bytes cannot be found"]
 
 
@@ -198,11 +201,36 @@ def test_only_what_the_disk_cannot_read_is_damage(code, damaged, folder, monkeyp
     assert found.checked_bytes == 0
 
 
-def test_one_that_may_not_be_read_is_not_proved(folder, monkeypatch, ends):
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda path, offset, size: path.unlink(), "__0_0.distcp is missing"),
+        (lambda path, offset, size: os.truncate(path, offset + 1000), "lies outside of its file"),
+        (
+            lambda path, offset, size: os.truncate(path, offset) or os.truncate(path, size),
+            "the container of model.weight",
+        ),
+    ],
+)
+def test_files_that_are_not_what_they_were_are_damage(harm, said, folder):
+    path, offset, _ = _place(folder, "model.weight")
+    harm(path, offset, path.stat().st_size)
+    assert any(said in problem for problem in check_foreign(folder).problems)
+
+
+def test_metadata_that_cannot_be_read_is_damage(folder, capsys):
+    (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+    assert main(["verify", str(folder)]) == 4
+    assert "asks for" in capsys.readouterr().out
+    assert not Path("ran").exists()
+
+
+def test_one_that_may_not_be_read_is_not_proved(folder, monkeypatch, capsys):
     def refuse(path, *_, **more):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     monkeypatch.setattr("ckptman.loading.restricted_unpickler.read_regular", refuse)
-    (report,) = json.loads(ends(10, "verify", folder, "--json").out)["checkpoints"]
+    assert main(["verify", str(folder), "--json"]) == 10
+    (report,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert not report["good"]
     assert "Permission denied" in report["not_checked"][0]
