@@ -45,8 +45,9 @@ class SignalHandler:
     comes sooner is the same request, because a launcher and what started it both pass a signal on.
 
     An enclosing SignalHandler sees every signal too. An ignored SIGHUP or SIGINT (`nohup`, `&`) stays ignored. A signal
-    that a C library caught before Python started is left to it. A process forked inside the block gets the handlers that were there before
-    it: `multiprocessing.Pool.terminate()` would wait for ever for workers that only note their SIGTERM.
+    that a C library caught before Python started is left to it. A process forked inside the block gets the handlers
+    that were there before it: `multiprocessing.Pool.terminate()` would wait for ever for workers that only note their
+    SIGTERM.
 
     Args:
         signals: which signals to note.

@@ -99,14 +99,24 @@ def test_the_second_signal_calls_the_handler_that_was_there(restoring):
     assert signal.getsignal(signal.SIGUSR1) is mine
 
 
-def test_an_ignored_signal_stays_ignored(restoring):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_what_nohup_and_background_shells_ignore_stays_ignored(restoring, number):
+    signal.signal(number, signal.SIG_IGN)
     with SignalHandler(repeat_seconds=0) as signals:
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         for _ in range(3):
-            send(signal.SIGHUP)
+            send(number)
         assert signals.received is None
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert signal.getsignal(number) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_what_a_trap_in_a_batch_script_ignores_is_noted_and_still_kills_nothing(restoring, number):
+    signal.signal(number, signal.SIG_IGN)
+    with SignalHandler(repeat_seconds=0) as signals:
+        send(number)
+        assert signals.received == number
+        send(number)
+    assert signal.getsignal(number) is signal.SIG_IGN
 
 
 def test_handlers_are_restored_whatever_leaves_the_block():
