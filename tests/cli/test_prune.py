@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,7 @@ def test_without_options_the_rules_of_the_run_count(policy, options, steps, root
     assert kept(root) == steps
 
 
+@dataclass(frozen=True)
 class Own(RetentionPolicy):
     def keeps(self, records):
         return {}

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -43,6 +43,7 @@ def kept(records, policy):
     return [verdict.record.step for verdict in plan(records, policy) if verdict.keep]
 
 
+@dataclass(frozen=True)
 class Odd(RetentionPolicy):
     """A user's own rule."""
 
