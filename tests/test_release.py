@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import ckptman
+from ckptman.scheduler.slurm.templates import render_template
 
 REPOSITORY = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
@@ -55,6 +56,15 @@ def test_the_wheel_holds_the_package_alone_and_the_sdist_what_tests_read(release
     )
     for name in ("Makefile", "constraints.txt", "README.md", "CONTRIBUTING.md", "docs/conf.py", "slurm_templates"):
         assert (release.source / name).exists(), name
+
+
+def test_an_installed_ckptman_has_the_templates(release, tmp_path):
+    with zipfile.ZipFile(release.wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = "import sys; from ckptman.cli.app import main; sys.exit(main(['template', 'lumi']))"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    shown = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True, capture_output=True)
+    assert shown.stdout.decode() == render_template("lumi", {})
 
 
 def test_what_an_index_is_told(release):

@@ -102,9 +102,6 @@ def test_a_reader_waits_until_a_prune_that_takes_its_checkpoint_is_past_it(tmp_p
     assert order[1:] == [(NAME, fate)]
 
 
-# ---- a reader that may not write -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("operation", ["make_folder", "write_file"])
 def test_a_reader_that_cannot_write_reads_without_a_lease(tmp_path, operation):
     class Refusing(FaultyDisk):
@@ -129,9 +126,6 @@ def test_nothing_is_written_through_a_link_or_for_a_root_that_is_gone(tmp_path):
         assert not (tmp_path / "gone").exists()
 
 
-# ---- whose process is gone -------------------------------------------------------------------------------------------
-
-
 def test_a_reader_that_was_killed_holds_nothing(tmp_path):
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as reader:
         path = leave(tmp_path, pid=reader.pid, start_ticks=writer_lock._state_and_start(reader.pid)[1])
@@ -144,9 +138,6 @@ def test_a_reader_that_was_killed_holds_nothing(tmp_path):
 def test_a_pid_that_was_used_again_holds_nothing(tmp_path):
     path = leave(tmp_path, start_ticks=1)
     assert look(tmp_path).dead == [path]
-
-
-# ---- another host ----------------------------------------------------------------------------------------------------
 
 
 ELSEWHERE = {"host": "elsewhere", "host_key": "other"}
@@ -170,9 +161,6 @@ def test_a_silent_reader_on_another_host_is_watched_before_it_counts_as_dead(tmp
     assert look(tmp_path, wait=False).dead == [path], "who has watched once needs not wait again"
     os.utime(path, ns=(1, 1))
     assert look(tmp_path, wait=False).names, "it was only slow"
-
-
-# ---- rubbish ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("quick")
@@ -206,9 +194,6 @@ def test_leases_that_cannot_be_listed_are_not_no_leases(tmp_path, monkeypatch):
 def test_words_of_a_lease_cannot_command_a_terminal(tmp_path):
     leave(tmp_path, host="\x1b[2J", host_key="other")
     assert "\\x1b[2J" in look(tmp_path, wait=False).names[NAME]
-
-
-# ---- a lease that lasts ----------------------------------------------------------------------------------------------
 
 
 class Beats:

@@ -236,9 +236,6 @@ def test_a_death_while_the_step_is_saved_again_keeps_what_was_left(tmp_path, mon
         assert steps_of(entry for entry in entries if not entry.abandoned) in ([10], [10, 20])
 
 
-# ---- with a run, and on the command line -----------------------------------------------------------------------------
-
-
 def run(root, until, step=None, every=10):
     """A run that counts; what it has counted to is checked against the step it starts from."""
     state = {"count": {"n": torch.zeros(1)}}

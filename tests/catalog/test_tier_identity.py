@@ -41,9 +41,6 @@ def far(tmp_path):
     return tmp_path / "far"
 
 
-# ---- of another root -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("has_run", [False, True])
 def test_two_runs_do_not_share_a_tier(has_run, a, b, far):
     tiers = [Tier(far, retention=KeepLast(2))]
@@ -122,9 +119,6 @@ def test_of_two_at_once_one_gets_the_tier(a, b, far):
     with pytest.raises(ConfigError, match="is of another root"):
         mark_tier(a, LocalBackend(far, Late()), "a", renew=False)
     assert read_mark(LocalBackend(far)).run_id == "b"
-
-
-# ---- of a root that was lost, moved, copied or made by an earlier version --------------------------------------------
 
 
 def test_a_lost_root_goes_on_from_its_tiers_at_the_same_path(a, far, tmp_path):

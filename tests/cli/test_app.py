@@ -118,7 +118,7 @@ LIGHT = [
     *("--version", "list root", "path root --best loss", "memory list --path .", "prune root --keep-last 1 --dry-run"),
     *("submit --scheduler local --chain-dir chain -- true", "status root --no-slurm", "report root --no-slurm"),
     *("plan --params 7B --memory --json", "simulate --mtbf 5h --runs 2 --memory --json"),
-    *("doctor --timeout 60 --json", "doctor root --size 1MiB"),
+    *("doctor --timeout 60 --json", "doctor root --size 1MiB", "template lumi"),
 ]
 WITH_NUMPY = [
     *("show root", "verify root --all", "copy root copy", "memory flush root --path shm", "plan --config run.toml"),

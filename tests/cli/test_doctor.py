@@ -127,9 +127,6 @@ def test_a_checkpoint_that_does_not_answer_is_told(tmp_path, capsys, monkeypatch
     assert "does not answer within 0.2 s: give its size, such as 70GB" in capsys.readouterr().err
 
 
-# ---- the job ---------------------------------------------------------------------------------------------------------
-
-
 def test_without_a_folder_it_is_the_job(ends):
     found = rows(ends(0, "doctor").out)
     assert list(found) == [
@@ -182,9 +179,6 @@ def test_the_command_itself_never_looks_at_the_folder(tmp_path, capsys, monkeypa
     assert f"answer ({tmp_path} does not answer within 0.3 s)" in capsys.readouterr().err
 
 
-# ---- how it ends -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["INT", "TERM", "HUP"]
 )
@@ -209,9 +203,6 @@ def test_with_few_open_files_what_is_left_behind_is_an_error(tmp_path):
     assert ran.returncode == 1, ran.stderr
     for left in tmp_path.iterdir():
         assert f"see that {left} is gone" in ran.stderr
-
-
-# ---- its page --------------------------------------------------------------------------------------------------------
 
 
 def test_every_check_and_every_kind_of_file_system_is_on_its_page(tmp_path, ends, monkeypatch):

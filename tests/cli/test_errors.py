@@ -308,9 +308,6 @@ def test_a_listing_of_the_folder_above_names_the_root(scene, monkeypatch, capsys
     assert capsys.readouterr().out.endswith("Did you mean runs/first/checkpoints?\n")
 
 
-# ---- other ends ------------------------------------------------------------------------------------------------------
-
-
 def _raise(error):
     raise error
 

@@ -61,9 +61,6 @@ def test_names_that_a_terminal_would_obey_are_escaped(tmp_path, ends):
     assert not any("\x1b" in each.out + each.err for each in told)
 
 
-# ---- lies --------------------------------------------------------------------------------------------------------
-
-
 def lie(folder, shape):
     """Let a description claim another shape of a tensor than there are bytes for."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -98,9 +95,6 @@ def test_what_only_torch_can_read_is_exported_and_adopted(tmp_path):
         found = load_file(tmp_path / out / "model.safetensors")
         assert all(torch.equal(found[name], each) for name, each in saved.items())
     assert main(["verify", str(path), "--world-size", "2"]) == 0
-
-
-# ---- others at the same time -------------------------------------------------------------------------------------
 
 
 def test_while_it_is_read_no_prune_takes_it(root, tmp_path):

@@ -256,8 +256,6 @@ def test_what_is_beyond_all_measure_is_still_planned(arguments, capsys, ends):
     assert ("a restart takes longer than it is from one failure to the next" in told) == ("9999d" not in arguments)
 
 
-# ---- checkpoints in memory -------------------------------------------------------------------------------------------
-
 LARGE = ["plan", "--params", "70e9", "--nodes", "64", "--tier", "a=10GB/s", "--mtbf", "8h", "--queue", "30min"]
 
 

@@ -71,9 +71,6 @@ def test_the_table_and_the_chart(tmp_path, ends):
     assert (tmp_path / "thesis.txt").read_text() == "three years of work"
 
 
-# ---- traces ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_trace_of_times(tmp_path, capsys):
     trace = tmp_path / "failures.txt"
     trace.write_text("# a run in May\n\n9h  # a node\n3h20min\n7200\nend 1d\n")
@@ -206,8 +203,6 @@ def test_the_journal_of_a_real_run_is_a_trace(tmp_path):
     assert read(tmp_path / "journal.jsonl") == Trace((30.0,), 90.0)
 
 
-# ---- checkpoints in memory -------------------------------------------------------------------------------------------
-
 LARGE = ["--mtbf", "8h", "--stall", "0.2s", "--save", "84s", "--restart", "50min"]
 
 
@@ -232,9 +227,6 @@ def test_the_table_says_how_memory_is_played(ends):
     assert "\nwith memory: every 30 s, counts after 30 s; 90 % of the failures restart in 51.4 min\n" in out
     assert "\nrestarts in place: every 30 s, counts after 30 s; 90 % of the failures restart in 120 s\n" in out
     assert " %  restarts in place\n" in out
-
-
-# ---- bad input -------------------------------------------------------------------------------------------------------
 
 
 def test_a_machine_that_fails_faster_than_it_starts(capsys):

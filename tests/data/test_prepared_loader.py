@@ -11,9 +11,6 @@ import ckptman
 from ckptman.errors import ConfigError
 from tests.helpers.ranks import run_ranks
 
-# ---- Accelerate ------------------------------------------------------------------------------------------------------
-
-
 accelerate = pytest.importorskip("accelerate")
 lightning = pytest.importorskip("lightning.fabric")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -89,9 +86,6 @@ def test_an_elastic_sampler_is_not_shared_out_twice():
     split = accelerate.data_loader.prepare_data_loader(loader, num_processes=2, process_index=0)
     with pytest.raises(ConfigError, match=r"leave it out of Accelerate's prepare\(\)"):
         ckptman.ResumableLoader(split)
-
-
-# ---- Fabric ----------------------------------------------------------------------------------------------------------
 
 
 def prepared(sampler=None, **settings):

@@ -58,9 +58,6 @@ def making(dataset, **options):
     return lambda num_workers: DataLoader(dataset, 4, num_workers=num_workers, **options)
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------
-
-
 def test_each_number_of_workers_is_measured_twice_over_the_same_samples(path, tmp_path):
     log = tmp_path / "log"
 
@@ -135,9 +132,6 @@ def test_the_usual_numbers_of_workers(cpus, workers):
     assert usual_workers(cpus) == workers
 
 
-# ---- batches ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Record:
     inputs: torch.Tensor
@@ -182,9 +176,6 @@ X = torch.zeros(6, 10)  # 240 bytes
 )
 def test_what_a_batch_holds(batch, batch_size, samples, size):
     assert weigh(batch, batch_size) == Weight(1, samples, size)
-
-
-# ---- what cannot be measured -----------------------------------------------------------------------------------------
 
 
 def at_33(what):
@@ -262,9 +253,6 @@ def test_a_function_that_makes_no_loader(function, complaint):
 def test_workers_cannot_be_chosen_where_the_function_takes_none(path):
     with pytest.raises(ConfigError, match="it takes no num_workers, so --workers cannot choose"):
         measured(lambda: DataLoader(Tokens(path), 4), workers=[0, 2])
-
-
-# ---- MODULE:FUNCTION -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

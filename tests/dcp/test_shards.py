@@ -67,9 +67,6 @@ def save_and_load(root, make):
     return what_does_not_come_back(root, make)
 
 
-# ---- tensors of all layouts ------------------------------------------------------------------------------------------
-
-
 def wholes():
     """The tensors as one process has them: one for each way to lay them out, and some of awkward shapes."""
     found = {f"t{i}": noise(torch.int16, *SHAPE) + i for i in range(len(LAYOUTS[4]))}
@@ -145,9 +142,6 @@ def test_tensors_on_one_axis_of_a_mesh(tmp_path):
         assert differing(fresh, expected) == []
 
 
-# ---- other kinds of shards -------------------------------------------------------------------------------------------
-
-
 def legacy_tensor(whole, first, last):
     """A tensor of the kind that FSDP1 has, of which this rank holds some rows."""
     from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
@@ -184,8 +178,6 @@ def one_row(is_blank):
 def test_a_rank_without_a_shard_of_a_legacy_tensor(tmp_path):
     assert run_ranks(2, save_and_load, str(tmp_path), one_row) == [[], []]
 
-
-# ---- tensors that describe their shards ------------------------------------------------------------------------------
 
 IS_KNOWN = hasattr(dcp, "CheckpointableTensor")
 """Whether plain DCP knows tensors that describe their shards, as it does from torch 2.14 on."""
@@ -264,9 +256,6 @@ def test_a_tensor_that_describes_its_shards_wrongly_on_one_rank(tmp_path, attrib
     assert first == second
     assert "table.described" in first
     assert told in first
-
-
-# ---- names -----------------------------------------------------------------------------------------------------------
 
 
 def save_what_differs(root):

@@ -70,9 +70,6 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# ---- what works ------------------------------------------------------------------------------------------------------
-
-
 def test_everything_passes_on_a_disk_that_works(folder):
     noted = []
     found = quick(folder, note=noted.append)
@@ -94,9 +91,6 @@ def test_a_file_system_in_memory_is_never_read_cold():
     assert (list(found), failed(found)) == (ALL, [])
     assert "(from memory" in found["read"].value
     assert found["file system"].verdict == "warning"
-
-
-# ---- bounds and judgements -------------------------------------------------------------------------------------------
 
 
 def test_a_mount_that_takes_fsync_away_is_a_warning(folder, monkeypatch):
@@ -224,9 +218,6 @@ def test_a_command_that_hangs_is_not_a_file_system_that_does(tmp_path, monkeypat
     monkeypatch.setattr(checks, "run_command", run_command)
     found = {each.name: each for each in examine(tmp_path, size_bytes=LEAST_BYTES, timeout_seconds=3.0)}
     assert (found["quota"].verdict, failed(found)) == ("unknown", [])
-
-
-# ---- trouble ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -19,9 +19,6 @@ from tests.helpers.faulty_disk import disk_whose
 SIZE = 8 * 1024 * 1024
 
 
-# ---- renames ---------------------------------------------------------------------------------------------------------
-
-
 def copy(source, target):
     """Rename as an object store does: file by file."""
     if source.is_dir():
@@ -107,9 +104,6 @@ def test_a_commit_that_is_never_seen_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(renames, "PATIENCE_SECONDS", 0.2)
     found = run_isolated(lambda: renames.check_rename(tmp_path, disk_whose("rename", lambda *_: None)), 30)
     assert (found.verdict, found.value) == ("FAILED", "another process did not see it for 0.2 s")
-
-
-# ---- fsync, claims, locks, clock -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -218,9 +212,6 @@ def test_a_clock_that_is_off_is_told(shift, told, tmp_path, monkeypatch):
     assert told in re.sub(r"99\.\d+ s", "99.5 s", found.value), found.value
 
 
-# ---- direct I/O, room, links -----------------------------------------------------------------------------------------
-
-
 def refusing_direct(number):
     def write_at(fd, data, offset):
         if os.O_DIRECT & fcntl.fcntl(fd, fcntl.F_GETFL):
@@ -251,9 +242,6 @@ def test_a_file_system_without_links_is_fine(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "symlink_to", refuse)
     found = filesystem_checks.check_links(tmp_path)
     assert (found.verdict, found.value) == ("ok", "symbolic links are refused: Operation not permitted")
-
-
-# ---- speed -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_disk_ends_the_test_of_its_speed(tmp_path):

@@ -139,9 +139,6 @@ def test_mounts_whose_fsync_does_less_than_it_says():
     assert unsafe_sync(None) is None
 
 
-# ---- space -----------------------------------------------------------------------------------------------------------
-
-
 def space(free, total=10**12, files=1000, free_files=500):
     return os.statvfs_result((4096, 1, total, free, free, files, free_files, free_files, 0, 255))
 
@@ -177,8 +174,6 @@ def test_what_is_not_counted_is_unknown_and_no_inode_left_fails():
 def test_sizes_are_told_in_powers_of_1000(count, told):
     assert size_text(count) == told
 
-
-# ---- quota -----------------------------------------------------------------------------------------------------------
 
 QUOTA = """Disk quotas for user ada (uid 1000):
      Filesystem  blocks   quota   limit   grace   files   quota   limit   grace

@@ -68,9 +68,6 @@ def test_world_sizes_4_2_1_3_4_restore_bit_for_bit(tmp_path):
         ended = results[0]["ended"]
 
 
-# ---- what a run never starts over ------------------------------------------------------------------------------------
-
-
 def one_step(root, restore=None, step=1, **options):
     """A run that saves `step`; returns what it started from. `restore`: how it restores; None: it does not."""
     state = {"x": {"w": torch.full((3,), float(step))}}

@@ -58,9 +58,6 @@ def stays(outside):
     assert (outside / "precious").read_text() == "must stay"
 
 
-# ---- links -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "ways"),
     [
@@ -96,9 +93,6 @@ def test_prune_removes_leftovers_that_are_links_and_leaves_steps_that_are(outsid
     execute(root, plan_prune(root, ckptman.KeepLast(1)), "0123abcd-1")
     assert sorted(path.name for path in root.iterdir()) == [STEP, "step-0000000002"]
     stays(outside)
-
-
-# ---- what is no file ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(20)
@@ -180,9 +174,6 @@ def test_a_pipe_in_place_of_a_runs_own_file_is_not_waited_for(tmp_path):
         read_journal(run_folder(tmp_path) / "journal.jsonl")
 
 
-# ---- names -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name", ["../x", "/etc/passwd", "a/b", "..", ".", "", "x\0", "x\n", "\x1b[2J", "\u202ex", "x" * 256]
 )
@@ -197,9 +188,6 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_loaded_as_that_one(t
         ckptman.load({"x": torch.zeros(5)}, tmp_path / "step-0000000002")
     (tmp_path / "step-0000000002").rename(tmp_path / "best")
     ckptman.load({"x": torch.zeros(5)}, tmp_path / "best")
-
-
-# ---- numbers and text --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -233,9 +221,6 @@ def test_every_character_that_a_terminal_obeys_is_escaped():
     assert plain("\u00e4\u4e2d\u0627 -_.") == "\u00e4\u4e2d\u0627 -_."
 
 
-# ---- permissions -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("setting", "umask", "mode"),
     [(None, 0o022, 0o755), ("", 0o077, 0o700), ("0", 0o002, 0o775), ("1", 0o000, 0o700), ("1", 0o022, 0o700)],
@@ -262,9 +247,6 @@ def test_a_slip_in_the_setting_lays_nothing_open(tmp_path, monkeypatch):
     with pytest.raises(ckptman.RootError, match="CKPTMAN_PRIVATE is 'yes'"):
         ckptman.save({"x": torch.ones(3)}, tmp_path / "new" / "x")
     assert list(tmp_path.iterdir()) == []
-
-
-# ---- a folder that is being written ----------------------------------------------------------------------------
 
 
 def swap(folder, outside, kind):

@@ -59,9 +59,6 @@ def names_in(folder):
     return sorted(each.name for each in folder.iterdir())
 
 
-# ---- what comes out ----------------------------------------------------------------------------------------------
-
-
 def test_safetensors_loads_the_model_bit_for_bit(folder, tmp_path):
     told = []
     done = export(folder, tmp_path / "out", begin=lambda total: told.append(-total) or told.append)
@@ -158,9 +155,6 @@ def test_shards_and_replicas_become_whole_tensors(tmp_path):
     run_ranks(4, _save_sharded, str(tmp_path / "checkpoint"))
 
 
-# ---- what is chosen, cast and named ------------------------------------------------------------------------------
-
-
 def test_a_cast_is_torchs_own_and_leaves_what_is_no_float(tmp_path):
     path = tmp_path / "saved"
     saved = {
@@ -250,9 +244,6 @@ def test_tied_weights_are_saved_once_and_only_if_they_are_the_same(tmp_path):
         export(tmp_path / "saved", tmp_path / "other", tied=[("head", "norm")])
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------
-
-
 ONE = {"a": torch.ones(1)}
 
 
@@ -324,9 +315,6 @@ def test_a_changed_byte_is_found_and_nothing_is_left(tmp_path):
         with pytest.raises(ckptman.CorruptError, match=r"__0_0.distcp.*large|large.*__0_0.distcp"):
             export(tmp_path / "saved", tmp_path / "out", format)
     assert names_in(tmp_path) == ["saved"]
-
-
-# ---- killed, and out of space ------------------------------------------------------------------------------------
 
 
 def _first(out):

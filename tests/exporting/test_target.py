@@ -59,9 +59,6 @@ def save_plain(value, path):
     dcp.save(state(value), checkpoint_id=path)
 
 
-# ---- a checkpoint that changes while it is read ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_plain_dcp_that_is_saved_over_is_no_mixture(format, tmp_path):
     save_plain(1, tmp_path / "saved")
@@ -156,9 +153,6 @@ def test_what_is_damaged_is_not_gone(tmp_path):
     with pytest.raises(ckptman.CorruptError, match=r"__0_0.distcp"):
         export(tmp_path / "plain", tmp_path / "out")
     assert names_in(tmp_path) == ["plain", "saved"]
-
-
-# ---- what is in the place of OUT ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -280,9 +274,6 @@ def test_a_folder_that_is_made_at_the_last_moment_is_not_replaced(saved, tmp_pat
     assert (names_in(tmp_path), names_in(tmp_path / "out")) == (["out", "saved"], ["mine"])
 
 
-# ---- what killed exports left ------------------------------------------------------------------------------------
-
-
 def left_by(pid, ticks, target, old=False):
     """A folder as an export of another process of this host has it."""
     me = export_target.this_process("", None)
@@ -321,9 +312,6 @@ def test_what_cannot_be_cleared_is_named(saved, tmp_path):
     assert told.startswith(f"{left}, which an export left that was killed, could not be removed")
 
 
-# ---- what is left out, and what is advised -----------------------------------------------------------------------
-
-
 def test_what_has_no_form_is_left_out_by_its_name(tmp_path):
     model = {
         "w": torch.ones(2),
@@ -359,9 +347,6 @@ def test_a_model_in_parts_is_the_model(tmp_path):
     ckptman.save({"model": [{"w": torch.ones(2)}, {"w": torch.zeros(2)}]}, tmp_path / "saved")
     export(tmp_path / "saved", tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"0.w", "1.w"}
-
-
-# ---- the optimizer -----------------------------------------------------------------------------------------------
 
 
 def test_the_optimizer_of_the_whole_state_is_loaded_by_torch(tmp_path):

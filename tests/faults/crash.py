@@ -33,9 +33,6 @@ def run(tally):
             die_everywhere(tally, f"run: {name}", RUNS[name], Path(folder, name.replace(" ", "-")))
 
 
-# ---- the store ---------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Store:
     """What happens to a root without a run around it: it ends as it was, or with all of it done. A `Scene`."""
@@ -142,9 +139,6 @@ STORES = {
     "a prune of litter": Store(_littered, _prune),
 }
 """Played with errors of the disk by `io_errors`, too."""
-
-
-# ---- whole runs --------------------------------------------------------------------------------------------------
 
 
 @dataclass

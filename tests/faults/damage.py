@@ -92,9 +92,6 @@ def _bytes_of(root):
     return {path.name: path.read_bytes() if path.is_file() and not path.is_symlink() else None for path in paths}
 
 
-# ---- what is done to files ---------------------------------------------------------------------------------------
-
-
 def file_cases(root, tally):
     """What is done, its kind, and a function that does it to a copy of the root."""
     names = sorted(path.name for path in (root / NEW).iterdir())
@@ -182,8 +179,6 @@ REPLACEMENTS = {
     "a link to /dev/zero": _instead(lambda path: path.symlink_to("/dev/zero")),
 }
 
-
-# ---- what has to come of it --------------------------------------------------------------------------------------
 
 READERS = ("ckptman.load", "StorageReader", "restore")
 

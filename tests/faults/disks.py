@@ -45,9 +45,6 @@ def run(tally):
         permissions(tally, home)
 
 
-# ---- saves -------------------------------------------------------------------------------------------------------
-
-
 def fail_and_go_on(root, way, break_it, mend_it, **options):
     """Save step 1, break the disk, try step 2, mend it, save step 3. What came of it; what went wrong is raised."""
     state = content(1)

@@ -129,9 +129,6 @@ JSON = some.recursive(
 )
 
 
-# ---- changed bytes -----------------------------------------------------------------------------------------------
-
-
 def change(data, dice):
     """Good bytes, changed in one to four ways."""
     made = bytearray(data)

@@ -156,9 +156,6 @@ def unsafe(text):
 _BIDI = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 
 
-# ---- ways to look at a checkpoint --------------------------------------------------------------------------------
-
-
 def _load(root, target):
     ckptman.load(blank(), target)
     return 0, ""

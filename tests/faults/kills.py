@@ -47,9 +47,6 @@ def run(tally):
         kill_copies(tally, Path(folder, "copies"), tally.count(60, least=2))
 
 
-# ---- one process -------------------------------------------------------------------------------------------------
-
-
 def kill_copies(tally, folder, kills):
     """Kill a process that copies and deletes without end. Each time what counts at the destination is whole and proved.
 
@@ -106,9 +103,6 @@ def _copy_for_ever(source, root, told):
                 os.write(told, b"x")
         for entry in Catalog(root).complete():
             place.remove(entry.path, entry.path.name, os.urandom(4).hex())
-
-
-# ---- ranks -------------------------------------------------------------------------------------------------------
 
 
 def kill_ranks(tally, folder, world_size, kills):

@@ -49,9 +49,6 @@ def run(tally):
         die_everywhere(tally, "local disk: deaths", Saves(), Path(folder, "deaths"))
 
 
-# ---- damage --------------------------------------------------------------------------------------------------------
-
-
 class Went(NamedTuple):
     """Where a run went on from, what it then held, and what it said; or the error that came instead."""
 
@@ -205,9 +202,6 @@ def quiet():
         yield
 
 
-# ---- deaths --------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Saves:
     """Three saves to memory, one of which is to the disk, too. A `Scene`; each step is the version of its number."""
@@ -256,9 +250,6 @@ class Saves:
             and good
         ):
             tally.survive()
-
-
-# ---- kills ---------------------------------------------------------------------------------------------------------
 
 
 def kill_nodes(tally, folder, ranks, kills):

@@ -78,9 +78,6 @@ def broken():
     raise OSError("no weights\x1b[31m here")
 
 
-# ---- the rule --------------------------------------------------------------------------------------------------------
-
-
 def test_the_rule_gives_the_figure_of_the_practitioners():
     assert rule_bytes(7e9, 2) == 70e9
     assert state_bytes(7e9, 2, moments=2, moment_bytes=4) == 70e9
@@ -101,9 +98,6 @@ def test_the_shapes_of_the_bundled_model_are_those_it_has():
         assert parameter_shapes(config, VOCAB) == [(name, tuple(p.shape)) for name, p in model.named_parameters()]
         tensors = [SavedTensor(name, shape) for name, shape in parameter_shapes(config, VOCAB)]
         assert parameter_count(tensors) == parameters_of(config, VOCAB)
-
-
-# ---- held against real saves -----------------------------------------------------------------------------------------
 
 
 def written(folder):
@@ -192,9 +186,6 @@ def test_a_checkpoint_of_sixteen_thousand_ranks_is_laid_out_at_once():
         assert size.payload < size.total < 1.006 * size.payload
 
 
-# ---- a function that gives no model ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("written_so", "told"),
     [
@@ -213,9 +204,6 @@ def test_a_function_that_gives_no_model_is_one_clear_error(written_so, told):
         tensors_of(written_so)
     assert told in str(caught.value)
     assert "\x1b" not in str(caught.value)
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def saved_bytes(model, tokens):

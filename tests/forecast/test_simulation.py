@@ -144,8 +144,6 @@ def test_times_that_cannot_be_are_refused(call, told):
         call()
 
 
-# ---- the bar ---------------------------------------------------------------------------------------------------------
-
 SETTINGS = [(mtbf, stall, restart) for mtbf in (1, 8, 100) for stall in (1, 30, 300) for restart in (1, 20)]
 
 
@@ -220,9 +218,6 @@ def test_a_grid_is_fine_enough_for_the_best_to_be_in_it():
         assert best.goodput >= 0.997 * each.goodput
     found = play_grid([failures], failures[-1], Costs(1, 1, 1), 5, 80, 5)
     assert [each.interval_seconds for each in found] == pytest.approx([5, 10, 20, 40, 80])
-
-
-# ---- with checkpoints in memory --------------------------------------------------------------------------------------
 
 
 def test_a_failure_that_memory_survives_loses_its_interval_alone():

@@ -196,9 +196,6 @@ def test_tensors_are_told_by_a_hook():
         encode([object()], "app", hook)
 
 
-# ---- what others wrote -----------------------------------------------------------------------------------------------
-
-
 def kind(name, value, **more):
     return {"~": name, "v": value, **more}
 

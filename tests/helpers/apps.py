@@ -1,9 +1,6 @@
 """Small applications that tests train, sharded in every way: the same numbers on every world size up to rounding."""
 
-from __future__ import annotations
-
 import hashlib
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,20 +17,20 @@ Mesh = tuple[int, ...]
 class Position:
     """A data position: the next global sample."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.next_sample = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"next_sample": self.next_sample}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.next_sample = state["next_sample"]
 
 
 class App:
     """A model whose rows divide by no world size, AdamW, a schedule, a data position and random numbers."""
 
-    def __init__(self, mesh: Mesh | None = None, width: int = 7, seed: int = 0) -> None:
+    def __init__(self, mesh=None, width=7, seed=0):
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(5, width), nn.Dropout(0.25), nn.Linear(width, 3, bias=False))
         if mesh is not None:
@@ -46,7 +43,7 @@ class App:
         self.position = Position()
         rank = dist.get_rank() if dist.is_initialized() else 0
         torch.manual_seed(1000 * seed + rank)
-        self.state: dict[str, Any] = {
+        self.state = {
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
@@ -55,7 +52,7 @@ class App:
             "epoch": 0,
         }
 
-    def train_step(self) -> float:
+    def train_step(self):
         """One step on data that depends on the position alone, with dropout from the generators."""
         generator = torch.Generator().manual_seed(self.position.next_sample)
         batch = torch.randn(12, 5, generator=generator)
@@ -68,7 +65,7 @@ class App:
         self.state["epoch"] = self.position.next_sample // 48
         return loss.item()
 
-    def digests(self) -> dict[str, str]:
+    def digests(self):
         """A digest of each tensor and value as a whole, the same on every rank and for every sharding."""
         from ckptman.state.named_state import snapshot
 
@@ -77,7 +74,7 @@ class App:
         return found | {name: repr(value) for name, value in shot.objects.items()}
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def _digest(tensor):
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     data = whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{list(whole.shape)} {whole.dtype} {hashlib.sha256(data).hexdigest()}"

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -37,34 +35,32 @@ class OpenPage:
     errors: list[str] = field(default_factory=list)
     """Warnings and errors on the console, exceptions that nobody caught, and files that are not there."""
 
-    def assert_quiet(self) -> None:
+    def assert_quiet(self):
         """The page asked for nothing outside, and complained of nothing."""
         assert not self.requests
         assert not self.errors
 
-    def overflow(self) -> int:
+    def overflow(self):
         """Pixels that the page is wider than its window."""
         return int(self.tab.evaluate("document.documentElement.scrollWidth - window.innerWidth"))
 
-    def screenshot(self, file: Path, whole: bool = True) -> Path:
+    def screenshot(self, file, whole=True):
         """A picture of the whole page, or of what fits in the window."""
         self.tab.screenshot(path=file, full_page=whole)
         return file
 
-    def pdf(self, file: Path) -> Path:
+    def pdf(self, file):
         """The page as it would be printed on A4."""
         self.tab.pdf(path=file, format="A4", print_background=True)
         return file
 
 
 class Browser:
-    def __init__(self, chromium: sync_api.Browser) -> None:
+    def __init__(self, chromium):
         self._chromium = chromium
 
     @contextmanager
-    def open(
-        self, path: Path | str, width: int = 1280, height: int = 900, scheme: Literal["light", "dark"] = "light"
-    ) -> Iterator[OpenPage]:
+    def open(self, path, width=1280, height=900, scheme="light"):
         """Load a file (or a file: address, with its #anchor) in a window of this size in pixels; no network."""
         context = self._chromium.new_context(
             viewport={"width": width, "height": height}, color_scheme=scheme, offline=True, locale="en-GB"
@@ -91,7 +87,7 @@ class Browser:
 
 
 @contextmanager
-def browser() -> Iterator[Browser]:
+def browser():
     """Start Debian's chromium. Skip the test where it or Playwright is not installed."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     try:

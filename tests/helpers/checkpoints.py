@@ -1,20 +1,16 @@
 """Checkpoints made without torch, for tests of what only reads names, manifests, digests and indexes."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from xxhash import xxh3_128_digest
 
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog, Entry
-from ckptman.catalog.verified import Verified, read_verified
-from ckptman.format.chunk_table import Rows, assemble
+from ckptman.catalog.catalog import Catalog
+from ckptman.catalog.verified import read_verified
+from ckptman.format.chunk_table import assemble
 from ckptman.format.index import Index, Unit
-from ckptman.format.manifest import FileRecord, Manifest, Mesh, Nonfinite, read_manifest
+from ckptman.format.manifest import FileRecord, Manifest, Mesh, read_manifest
 from ckptman.format.paths import CHUNKS, INDEX, METADATA, blocks_name, data_name, new_nonce, step_folder
 from ckptman.format.value_codec import encode
 from ckptman.io.checksums import BLOCK_BYTES, digest_bytes
@@ -24,27 +20,27 @@ from ckptman.io.durable_files import Disk
 class QuickDisk(Disk):
     """The same operations without waiting for storage: a test that makes a thousand checkpoints has no power cut."""
 
-    def write_file(self, path: Path, data: bytes) -> None:
+    def write_file(self, path, data):
         path.write_bytes(data)
 
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, path):
         pass
 
 
 def commit(
-    root: Path,
-    step: int,
+    root,
+    step,
     *,
-    ranks: int = 2,
-    rows: int = 8,
-    metrics: Mapping[str, float] | None = None,
-    values: Mapping[str, Any] | None = None,
-    time_seconds: float = 1_790_000_000.0,
-    sequence: int | None = None,
-    restored_from: int | None = None,
-    mesh: Mesh | None = None,
-    nonfinite: Nonfinite | None = None,
-) -> Entry:
+    ranks=2,
+    rows=8,
+    metrics=None,
+    values=None,
+    time_seconds=1_790_000_000.0,
+    sequence=None,
+    restored_from=None,
+    mesh=None,
+    nonfinite=None,
+):
     """Commit a checkpoint of one tensor `model.weight` [rows, 4] in float32, sharded by rows over the ranks.
 
     The bytes of a chunk are no container of torch's: digests hold, loading would not work. `values` are plain values.
@@ -52,9 +48,9 @@ def commit(
     place = LocalBackend(root, QuickDisk())
     root.mkdir(parents=True, exist_ok=True)
     draft = Path(place.begin(step_folder(step), new_nonce()))
-    files: dict[str, bytes] = {METADATA: b"nothing that anybody should unpickle"}
+    files = {METADATA: b"nothing that anybody should unpickle"}
     share = -(-rows // ranks)
-    parts: list[Rows] = []
+    parts = []
     for rank in range(ranks):
         first, last = min(rank * share, rows), min((rank + 1) * share, rows)
         data = bytes([rank]) * ((last - first) * 16)
@@ -84,38 +80,36 @@ def commit(
     return place.commit(str(draft), manifest)
 
 
-def index_files(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], parts: Sequence[Rows], units: Sequence[Unit] = ()
-) -> dict[str, bytes]:
+def index_files(tensors, parts, units=()):
     """The chunk table and the index of tensors (name, dtype, shape) whose chunks the ranks wrote, part by part."""
     records, table = assemble(tensors, parts)
     index = Index(files=[data_name(rank) for rank in range(len(parts))], tensors=records, units=list(units))
     return {CHUNKS: table.astype("<i8").tobytes(), INDEX: index.to_json()}
 
 
-def blocks_of(data: bytes) -> bytes:
+def blocks_of(data):
     """The digests of the blocks of a data file, as they are kept beside it."""
     return b"".join(xxh3_128_digest(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES))
 
 
-def flip_byte(path: Path) -> None:
+def flip_byte(path):
     """Damage a file as a bad disk does: one byte changes, the size stays."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x40
     path.write_bytes(data)
 
 
-def note_in(folder: Path) -> Verified | None:
+def note_in(folder):
     """What was proved about the checkpoint in a folder."""
     return read_verified(folder, read_manifest(folder))
 
 
-def steps_of(entries: Sequence[Entry]) -> list[int]:
+def steps_of(entries):
     """The steps, in order."""
     return [entry.step for entry in entries]
 
 
-def _units(values: Mapping[str, Any]) -> list[Unit]:
+def _units(values):
     units = [Unit(state="model", key="weight", value={"~": "tensor", "v": "model.weight"})]
     for name, value in values.items():
         if isinstance(value, dict):

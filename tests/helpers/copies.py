@@ -1,24 +1,19 @@
 """Copies of checkpoints: in one call, interrupted at a moment, or while somebody else is at work. Torch-free."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.format.paths import DOT, MANIFEST, step_folder
-from ckptman.io.durable_files import DISK, Disk
-from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint
-from ckptman.transfer.progress import Meter, Phase
+from ckptman.io.durable_files import DISK
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint
+from ckptman.transfer.progress import Meter
 
 _OWNS = """
 import sys
@@ -30,22 +25,22 @@ sys.stdin.read()
 """
 
 
-def copy(source: Path, place: Backend | Path, step: int = 200, disk: Disk = DISK, **options: Any) -> Copied:
+def copy(source, place, step=200, disk=DISK, **options):
     """Copy a checkpoint of the root `source` to a backend, or to the root at a path."""
     backend = LocalBackend(place, disk) if isinstance(place, Path) else place
     return copy_checkpoint(Catalog(source).entry(step), backend, CopyOptions(**options))
 
 
-def copy_back(place: Backend, root: Path) -> list[Copied]:
+def copy_back(place, root):
     """Copy all that a backend lists to a root."""
     return [copy_checkpoint(entry, LocalBackend(root), source=place) for entry in place.list()]
 
 
-def once(phase: Phase, action: Callable[[], object], after_bytes: int = 1) -> Meter:
+def once(phase, action, after_bytes=1):
     """A meter that does something the first time that a phase of a copy has moved so much."""
     lock, done = Lock(), list[bool]()
 
-    def moved(meter: Meter) -> None:
+    def moved(meter):
         with lock:
             if done or meter.phase != phase or meter.done_bytes < after_bytes:
                 return
@@ -55,16 +50,16 @@ def once(phase: Phase, action: Callable[[], object], after_bytes: int = 1) -> Me
     return Meter(moved)
 
 
-def interrupt(phase: Phase, after_bytes: int = 1) -> Meter:
+def interrupt(phase, after_bytes=1):
     """A meter by which a copy is interrupted."""
 
-    def stop() -> None:
+    def stop():
         raise KeyboardInterrupt
 
     return once(phase, stop, after_bytes)
 
 
-def plain(folder: Path, content: bytes = b"one") -> Path:
+def plain(folder, content=b"one"):
     """Make what looks like a checkpoint of plain DCP, in two files."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("__0_0.distcp", ".metadata"):
@@ -72,13 +67,13 @@ def plain(folder: Path, content: bytes = b"one") -> Path:
     return folder
 
 
-def names(root: Path) -> list[str]:
+def names(root):
     """What is in a root, in order, but for what ckptman keeps there for itself."""
     return sorted(path.name for path in root.iterdir() if path.name != DOT)
 
 
 @contextmanager
-def a_run_in(root: Path) -> Iterator[None]:
+def a_run_in(root):
     """While this lasts, a run of another process owns a root, or a copy a draft."""
     command = [sys.executable, "-c", _OWNS, str(root)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
@@ -91,7 +86,7 @@ def a_run_in(root: Path) -> Iterator[None]:
 
 
 @contextmanager
-def a_copy_of(source: Path, step: int, root: Path) -> Iterator[None]:
+def a_copy_of(source, step, root):
     """While this lasts, another process copies a checkpoint of `source` to a root."""
     folder = step_folder(step)
     tag = xxh3_128_hexdigest((source / folder / MANIFEST).read_bytes())[:16]

@@ -1,11 +1,7 @@
 """A run without torch: it counts steps on disk, and can be asked to stop as a training loop with a Checkpointer can."""
 
-from __future__ import annotations
-
 import shlex
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 SAVED_EVERY = 3
 """A run that is killed falls back to a multiple of it."""
@@ -60,7 +56,7 @@ sys.exit(75 if stop else 0)
 """
 
 
-def counting(folder: Path, steps: int, places: Sequence[int]) -> str:
+def counting(folder, steps, places):
     """The command of a run that counts to `steps`; attempt k waits at `places[k - 1]` until it is asked to stop."""
     (folder / NAME).write_text(RUN)
     return shlex.join(
@@ -68,12 +64,12 @@ def counting(folder: Path, steps: int, places: Sequence[int]) -> str:
     )
 
 
-def there(folder: Path, number: int) -> Path:
+def there(folder, number):
     """The file that is there when attempt `number` waits at its place: the id of its process."""
     return folder / f"root/there-{number}"
 
 
-def check(folder: Path, steps: int, places: Sequence[int], lost: int) -> None:
+def check(folder, steps, places, lost):
     """It counted to its end, no attempt was beside another, and none repeated more than `lost` steps."""
     lines = [line.split() for line in (folder / "root/log").read_text().splitlines()]
     assert not [line for line in lines if line[0] == "beside"], lines

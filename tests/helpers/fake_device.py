@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 from unittest import mock
 
 import torch
@@ -33,24 +32,24 @@ _NO_MEMORY = 2
 class Stream:
     """Work that is done in order, in a thread."""
 
-    def __init__(self, module: FakeDevice, device: torch.device) -> None:
+    def __init__(self, module, device):
         self.module, self.device = module, device
-        self._queue: SimpleQueue[tuple[Callable[[], object], bool] | None] = SimpleQueue()
+        self._queue = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device-stream", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], object], always: bool = False) -> None:
+    def submit(self, work, always=False):
         """Have it done after what was submitted before; `always`: also on a device that has failed."""
         self._queue.put((work, always))
 
-    def hold(self) -> threading.Event:
+    def hold(self):
         """Do nothing of what is submitted from now on until the event that is returned is set."""
         go = threading.Event()
         self.submit(lambda: _await(go))
         return go
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self):
         """Inside, nothing of what is submitted is done."""
         go = self.hold()
         try:
@@ -58,21 +57,21 @@ class Stream:
         finally:
             go.set()
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event=None):
         event = event or Event(self.module)
         event.record(self)
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event):
         event.wait(self)
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other):
         other.record_event().wait(self)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.record_event().synchronize()
 
-    def finish(self) -> None:
+    def finish(self):
         """Wait as a copy does that is waited for: it is on the device of its tensor, whatever that of the thread is."""
         if self.is_capturing():
             self.module.break_capture(_UNSAFE)
@@ -81,18 +80,18 @@ class Stream:
         _await(reached)
         self.module.raise_error()
 
-    def query(self) -> bool:
+    def query(self):
         return self.record_event().query()
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self):
         return self.module.graph is not None and self.module.graph.stream is self
 
-    def end(self) -> None:
+    def end(self):
         """Do what was submitted, and end the thread."""
         self._queue.put(None)
         self._thread.join(WAIT)
 
-    def _run(self) -> None:
+    def _run(self):
         while (got := self._queue.get()) is not None:
             work, always = got
             try:
@@ -106,20 +105,20 @@ class Stream:
 class Event:
     """Reached when everything that was submitted before it is done."""
 
-    def __init__(self, module: FakeDevice, enable_timing: bool = False, blocking: bool = False) -> None:
+    def __init__(self, module, enable_timing=False, blocking=False):
         self.module, self.blocking = module, blocking
-        self._graph: Graph | None = None
+        self._graph = None
         self._reached = threading.Event()
         self._reached.set()
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream=None):
         stream = stream or self.module.current_stream()
         self._graph = self.module.graph if stream.is_capturing() else None
         self._reached = threading.Event()
         if self._graph is None:
             stream.submit(self._reached.set, always=True)
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream=None):
         stream = stream or self.module.current_stream()
         if stream.is_capturing():
             if self._graph is not self.module.graph:
@@ -128,12 +127,12 @@ class Event:
         reached = self._reached
         stream.submit(lambda: _await(reached))
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.module.called()
         _await(self._reached)
         self.module.raise_error()
 
-    def query(self) -> bool:
+    def query(self):
         self.module.called()
         self.module.raise_error()
         return self._reached.is_set()
@@ -142,11 +141,11 @@ class Event:
 class Graph:
     """Work that was captured, to be done again."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream):
         self.stream, self.works = stream, list[Callable[[], object]]()
         self.broken = ""
 
-    def replay(self) -> None:
+    def replay(self):
         """Do it on the current stream."""
         for work in self.works:
             self.stream.module.current_stream().submit(work)
@@ -155,14 +154,14 @@ class Graph:
 class Runtime:
     """What `torch.cuda.cudart()` returns. `fails`: registering memory does."""
 
-    def __init__(self, module: FakeDevice) -> None:
+    def __init__(self, module):
         self._module = module
         self.fails = False
-        self.registered: dict[int, int] = {}
+        self.registered = {}
         """Bytes of host memory, by its address."""
-        self.calls: list[str] = []
+        self.calls = []
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+    def cudaHostRegister(self, address, size, flags):
         self._module.called()
         self.calls.append("register")
         if self.fails:
@@ -171,7 +170,7 @@ class Runtime:
         self.registered[address] = size
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:
+    def cudaHostUnregister(self, address):
         self._module.called()
         self.calls.append("unregister")
         assert is_mapped(address), "unregistered after it was unmapped"
@@ -185,38 +184,38 @@ _Stream, _Event = Stream, Event
 class FakeDevice:
     """The module of the pretended devices, such as torch.cuda."""
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self, count=1):
         self.local = threading.local()
-        self.error: Exception | None = None
+        self.error = None
         """What has gone wrong on it. All that comes after fails with it."""
-        self.graph: Graph | None = None
+        self.graph = None
         """What is being captured."""
-        self.contexts: set[int] = set()
+        self.contexts = set()
         """Devices on which a thread has done something for which it needs a context."""
-        self.streams: list[_Stream] = []
+        self.streams = []
         """Those that were asked for."""
         self.runtime = Runtime(self)
         self._main = [_Stream(self, torch.device("cuda", number)) for number in range(count)]
         self.main = self._main[0]
         """The default stream of the first device."""
-        self._pinned: list[torch.Tensor] = []
+        self._pinned = []
 
     # ---- what torch.cuda has -----------------------------------------------------------------------------------
 
-    def Stream(self, device: torch.device | int | None = None) -> _Stream:
+    def Stream(self, device=None):
         made = _Stream(self, self._main[self._index(device)].device)
         self.streams.append(made)
         return made
 
-    def Event(self, enable_timing: bool = False, blocking: bool = False) -> _Event:
+    def Event(self, enable_timing=False, blocking=False):
         return _Event(self, enable_timing, blocking)
 
-    def current_stream(self, device: torch.device | int | None = None) -> _Stream:
+    def current_stream(self, device=None):
         index = self._index(device)
         return getattr(self.local, "streams", {}).get(index, self._main[index])
 
     @contextlib.contextmanager
-    def stream(self, stream: _Stream | None) -> Iterator[None]:
+    def stream(self, stream):
         if stream is None:
             yield
             return
@@ -228,52 +227,52 @@ class FakeDevice:
         finally:
             self.local.streams = before
 
-    def current_device(self) -> int:
+    def current_device(self):
         return int(getattr(self.local, "device", 0))
 
-    def set_device(self, device: torch.device | int) -> None:
+    def set_device(self, device):
         self.local.device = self._index(device)
 
     @contextlib.contextmanager
-    def device(self, device: torch.device | int) -> Iterator[None]:
+    def device(self, device):
         before, self.local.device = self.current_device(), self._index(device)
         try:
             yield
         finally:
             self.local.device = before
 
-    def device_count(self) -> int:
+    def device_count(self):
         return len(self._main)
 
-    def synchronize(self, device: torch.device | int | None = None) -> None:
+    def synchronize(self, device=None):
         index = self._index(device)
         for each in [self._main[index], *(each for each in self.streams if each.device.index == index)]:
             each.synchronize()
 
-    def is_initialized(self) -> bool:
+    def is_initialized(self):
         return True
 
-    def is_current_stream_capturing(self) -> bool:
+    def is_current_stream_capturing(self):
         return self.current_stream().is_capturing()
 
-    def cudart(self) -> Runtime:
+    def cudart(self):
         return self.runtime
 
     # ---- what tests ask for ------------------------------------------------------------------------------------
 
-    def tensor(self, values: torch.Tensor, index: int = 0) -> OnDevice:
+    def tensor(self, values, index=0):
         """Return a tensor on the device with these values. It is there at once."""
         made = OnDevice(_Memory(self, values.shape, values.dtype, self._main[index]))
         made.inner.copy_(values)
         return made
 
-    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+    def values(self, tensor):
         """Return what a tensor holds once everything is done."""
         self.synchronize(tensor.device)
         return tensor.inner.clone()
 
     @contextlib.contextmanager
-    def capture(self) -> Iterator[Graph]:
+    def capture(self):
         """Capture into a graph what is done on the current stream, as `torch.cuda.graph` does. Raises: RuntimeError at
         its end where something inside was not allowed."""
         self.synchronize()
@@ -288,24 +287,24 @@ class FakeDevice:
         if graph.broken:
             raise RuntimeError(graph.broken)
 
-    def break_capture(self, why: str) -> None:
+    def break_capture(self, why):
         """End what is being captured with an error. Raises: RuntimeError."""
         self.graph.broken = why
         raise RuntimeError(why)
 
-    def called(self) -> None:
+    def called(self):
         """Note that this thread has made a call that needs a context, and that no capture allows. Raises: RuntimeError
         during a capture, in any thread."""
         self.contexts.add(self.current_device())
         if self.graph is not None:
             self.break_capture(_UNSAFE)
 
-    def raise_error(self) -> None:
+    def raise_error(self):
         """Raise what has gone wrong on the device."""
         if self.error is not None:
             raise RuntimeError(str(self.error))
 
-    def launch(self, name: str, work: Callable[[], object], device: torch.device) -> None:
+    def launch(self, name, work, device):
         """Submit work to the current stream of a device; where it is being captured, keep it."""
         self.raise_error()
         if (last := getattr(self.local, "last_error", "")) and "copy" not in name:
@@ -317,25 +316,25 @@ class FakeDevice:
         else:
             stream.submit(work)
 
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
+    def is_pinned(self, tensor):
         """Return whether a copy of host memory need not be waited for."""
         address = tensor.data_ptr()
         spans = [*self.runtime.registered.items(), *((each.data_ptr(), each.nbytes) for each in self._pinned)]
         return any(start <= address < start + size for start, size in spans)
 
-    def empty_pinned(self, *size: Any, **options: Any) -> torch.Tensor:
+    def empty_pinned(self, *size, **options):
         """Return host memory that is pinned."""
         self.called()
         made = _EMPTY(*size, **options)
         self._pinned.append(made)
         return made
 
-    def close(self) -> None:
+    def close(self):
         """End all streams."""
         for stream in [*self._main, *self.streams]:
             stream.end()
 
-    def _index(self, device: torch.device | int | None) -> int:
+    def _index(self, device):
         if isinstance(device, int):
             return device
         return self.current_device() if device is None or device.index is None else device.index
@@ -344,13 +343,13 @@ class FakeDevice:
 class _Memory:
     """A piece of the memory of a device. When nobody has it any more, what comes next on its stream writes over it."""
 
-    def __init__(self, module: FakeDevice, shape: Any, dtype: torch.dtype, stream: Stream) -> None:
+    def __init__(self, module, shape, dtype, stream):
         self.module, self.device = module, stream.device
         self.whole = _EMPTY(shape, dtype=dtype, device="cpu")
         weakref.finalize(self, _reuse, self.whole, stream).atexit = False
 
 
-def _reuse(whole: torch.Tensor, stream: Stream) -> None:
+def _reuse(whole, stream):
     stream.submit(lambda: whole.reshape(-1).view(torch.uint8).fill_(GARBAGE))
 
 
@@ -361,36 +360,36 @@ class OnDevice(torch.Tensor):
     memory: _Memory
 
     @staticmethod
-    def __new__(cls, memory: _Memory, inner: torch.Tensor | None = None) -> OnDevice:
+    def __new__(cls, memory, inner=None):
         inner = memory.whole if inner is None else inner
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=memory.device
         )
         made.inner, made.memory = inner, memory
-        return made  # type: ignore[no-any-return]
+        return made
 
-    def data_ptr(self) -> int:
+    def data_ptr(self):
         return self.inner.data_ptr()
 
-    def __getitem__(self, index: Any) -> OnDevice:  # type: ignore[override]
+    def __getitem__(self, index):
         return OnDevice(self.memory, self.inner[index])  # a view: torch would ask for a real device first
 
-    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> OnDevice:  # type: ignore[override]
+    def copy_(self, source, non_blocking=False):
         _copy(self.memory.module, "copy_", self.device, self, source, non_blocking)
         return self
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self):
         return f"OnDevice({list(self.shape)}, {self.dtype})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo):
         made = self.detach().clone().requires_grad_(self.requires_grad)
         memo[id(self)] = made
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        found: list[OnDevice] = []
+        found = []
         tree_map(lambda each: found.append(each) if isinstance(each, OnDevice) else None, (args, kwargs))
         first = found[0]
         module, device, name = first.memory.module, first.device, func._schema.name.removeprefix("aten::")
@@ -416,23 +415,21 @@ class OnDevice(torch.Tensor):
         return made
 
 
-def _on(memory: _Memory, each: object) -> object:
+def _on(memory, each):
     return OnDevice(memory, each) if isinstance(each, torch.Tensor) else each
 
 
-def _as_meta(each: object) -> object:
+def _as_meta(each):
     if isinstance(each, torch.Tensor):
         return each.to("meta")
     return torch.device("meta") if isinstance(each, torch.device) else each
 
 
-def _inner(each: object) -> object:
+def _inner(each):
     return each.inner if isinstance(each, OnDevice) else each
 
 
-def _copy(
-    module: FakeDevice, name: str, device: torch.device, target: torch.Tensor, source: torch.Tensor, later: bool
-) -> torch.Tensor:
+def _copy(module, name, device, target, source, later):
     to, of = _inner(target), _inner(source)
     module.launch(name, lambda: to.copy_(of), device)  # it keeps neither of them alive: that is for the caller
     host = next((each for each in (target, source) if not isinstance(each, OnDevice)), None)
@@ -441,24 +438,24 @@ def _copy(
     return target
 
 
-def _to(module: FakeDevice, source: torch.Tensor, **options: Any) -> torch.Tensor:
+def _to(module, source, **options):
     device = source.device if isinstance(source, OnDevice) else torch.device(options["device"])
     where, later = options.get("device") or device, bool(options.get("non_blocking"))
     dtype = options.get("dtype") or source.dtype
     if torch.device(where).type != "cpu":
-        made: torch.Tensor = OnDevice(_Memory(module, source.shape, dtype, module.current_stream(device)))
+        made = OnDevice(_Memory(module, source.shape, dtype, module.current_stream(device)))
     else:
         empty = module.empty_pinned if later else _EMPTY
         made = empty(source.shape, dtype=dtype, device="cpu")
     return _copy(module, "copy_", device, made, source, later)
 
 
-def _await(event: threading.Event) -> None:
+def _await(event):
     if not event.wait(WAIT):
         raise RuntimeError("a stream waits for ever")
 
 
-def is_mapped(address: int) -> bool:
+def is_mapped(address):
     """Return whether there is memory at an address of this process."""
     with open("/proc/self/maps") as file:
         spans = (line.split(" ", 1)[0].split("-") for line in file)
@@ -470,15 +467,15 @@ _MODULE_OF = torch.get_device_module
 
 
 @contextlib.contextmanager
-def fake_devices(count: int = 1) -> Iterator[FakeDevice]:
+def fake_devices(count=1):
     """Inside, "cuda" is a pretended device: `module.tensor(values)` puts tensors on it, which are taken for plain."""
     module = FakeDevice(count)
     module.local.device = 0
 
-    def module_of(device: Any = None) -> Any:
+    def module_of(device=None):
         return module if device is None or torch.device(device).type == "cuda" else _MODULE_OF(device)
 
-    def empty(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+    def empty(*size, pin_memory=False, **options):
         return module.empty_pinned(*size, **options) if pin_memory else _EMPTY(*size, **options)
 
     patches = {

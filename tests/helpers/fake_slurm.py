@@ -1,13 +1,8 @@
 """A Slurm that only pretends: small executables that note what they were called with, and answer as planned."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from ckptman.scheduler.slurm.commands import Slurm
 
@@ -34,7 +29,7 @@ sys.exit(code)
 class FakeSlurm:
     """Executables in a folder. Each answers what was planned, one after the other, and the last again and again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         folder.mkdir()
         for name in ("sbatch", "squeue", "scontrol", "scancel"):
@@ -42,23 +37,23 @@ class FakeSlurm:
             path.write_text(PROGRAM.format(python=sys.executable, folder=str(folder), name=name))
             path.chmod(0o755)
 
-    def plan(self, name: str, *answers: tuple[int, str, str] | tuple[int, str, str, float]) -> None:
+    def plan(self, name, *answers):
         """What a program answers: exit code, output, errors, and how many seconds it takes."""
         (self.folder / f"{name}.json").write_text(json.dumps([[*each, 0][:4] for each in answers]))
 
     @property
-    def environ(self) -> dict[str, str]:
+    def environ(self):
         return {"PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}"}
 
     @property
-    def calls(self) -> list[dict[str, Any]]:
+    def calls(self):
         path = self.folder / "calls.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def argv(self, name: str) -> list[list[str]]:
+    def argv(self, name):
         """What a program was called with, each time."""
         return [each["argv"][1:] for each in self.calls if each["argv"][0] == name]
 
-    def client(self, environ: Mapping[str, str] = {}, slept: list[float] | None = None) -> Slurm:
+    def client(self, environ=None, slept=None):
         """Ours, which calls these. It does not sleep, but notes for how long it would have."""
-        return Slurm({**self.environ, **environ}, sleep=(slept if slept is not None else []).append)
+        return Slurm({**self.environ, **(environ or {})}, sleep=(slept if slept is not None else []).append)

@@ -7,22 +7,20 @@ import gzip
 import json
 import re
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 HISTORY, SUMMARY = "wandb-history.jsonl", "wandb-summary.json"
 
 
 class Server(ThreadingHTTPServer):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.histories: dict[str, dict[int, Any]] = {}
+        self.histories = {}
         """Of each run, by its id, the lines by their numbers."""
-        self.summaries: dict[str, str] = {}
+        self.summaries = {}
 
-    def stream(self, run: str, files: dict[str, Any]) -> dict[str, Any]:
+    def stream(self, run, files):
         for name, chunk in files.items():
             if name == HISTORY:
                 lines = {chunk["offset"] + number: json.loads(each) for number, each in enumerate(chunk["content"])}
@@ -31,7 +29,7 @@ class Server(ThreadingHTTPServer):
                 self.summaries[run] = chunk["content"][-1]
         return {"exitcode": None}
 
-    def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, query, variables):
         project = {"id": "p", "name": variables.get("project"), "entity": {"id": "e", "name": "me"}}
         if "UpsertBucket" in query:
             name = variables["name"]
@@ -48,7 +46,7 @@ class Server(ThreadingHTTPServer):
             return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}
         return {}
 
-    def _resumed(self, name: str) -> dict[str, Any] | None:
+    def _resumed(self, name):
         if name not in self.histories:
             return None
         lines = [self.histories[name][number] for number in sorted(self.histories[name])]
@@ -71,27 +69,27 @@ class Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Server
 
-    def log_message(self, format: str, *arguments: object) -> None: ...
+    def log_message(self, format, *arguments): ...
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._reply({})
 
-    def do_PUT(self) -> None:
+    def do_PUT(self):
         self._body()
         self._reply({})
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         asked = json.loads(self._body() or "{}")
         if found := re.search(r"/([^/]+)/file_stream$", self.path):
             self._reply(self.server.stream(found[1], asked.get("files") or {}))
         else:
             self._reply({"data": self.server.answer(asked.get("query", ""), asked.get("variables") or {})})
 
-    def _body(self) -> bytes:
+    def _body(self):
         data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         return gzip.decompress(data) if self.headers.get("Content-Encoding") == "gzip" else data
 
-    def _reply(self, answer: object) -> None:
+    def _reply(self, answer):
         data = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -101,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[Server]:
+def serving():
     with Server() as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

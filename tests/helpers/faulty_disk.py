@@ -6,12 +6,11 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 from unittest import mock
 from unittest.mock import patch
 
@@ -19,8 +18,7 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog, Entry
-from ckptman.format.chunk_table import Rows
+from ckptman.catalog.catalog import Catalog
 from ckptman.format.manifest import FileRecord, Manifest
 from ckptman.format.paths import blocks_name, data_name, new_nonce, step_folder
 from ckptman.integrity.folder_check import check_coverage, verify_folder
@@ -30,11 +28,11 @@ from tests.helpers.checkpoints import blocks_of, index_files
 
 T = TypeVar("T")
 When = Literal["before", "midway", "after"]
-WHEN: tuple[When, ...] = ("before", "midway", "after")
+WHEN = ("before", "midway", "after")
 
 
 @contextmanager
-def saving_to(disk: Disk) -> Iterator[None]:
+def saving_to(disk):
     """Have each Checkpointer and StorageWriter that is made inside save to this disk."""
     with mock.patch("ckptman.checkpointer.DISK", disk), mock.patch("ckptman.dcp.storage.DISK", disk):
         yield
@@ -59,38 +57,38 @@ class FaultyDisk(Disk):
     Dead, it stays dead. Half of a write is half of the bytes, half of a removal leaves some of the files.
     """
 
-    def __init__(self, fault: Fault | None = None) -> None:
+    def __init__(self, fault=None):
         self.fault = fault
-        self.log: list[str] = []
+        self.log = []
         self.dead = False
         self._turn = Lock()
 
     @property
-    def struck(self) -> bool:
+    def struck(self):
         """Whether the operation of the fault was reached."""
         return self.fault is not None and len(self.log) > self.fault.at
 
-    def make_folder(self, path: Path) -> None:
+    def make_folder(self, path):
         self._do("make_folder", lambda: Disk.make_folder(self, path))
 
-    def make_folders(self, path: Path) -> None:
+    def make_folders(self, path):
         self._do("make_folders", lambda: Disk.make_folders(self, path), lambda: _make_first(path))
 
-    def write_file(self, path: Path, data: bytes) -> None:
+    def write_file(self, path, data):
         self._do(
             "write_file",
             lambda: Disk.write_file(self, path, data),
             lambda: Disk.write_file(self, path, data[: len(data) // 2]),
         )
 
-    def create_file(self, path: Path, data: bytes) -> None:
+    def create_file(self, path, data):
         self._do(
             "create_file",
             lambda: Disk.create_file(self, path, data),
             lambda: Disk.create_file(self, path, data[: len(data) // 2]),
         )
 
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+    def write_at(self, fd, data, offset):
         return self._do(
             "write_at",
             lambda: Disk.write_at(self, fd, data, offset),
@@ -98,25 +96,25 @@ class FaultyDisk(Disk):
             lambda: Disk.write_at(self, fd, data[: len(data) // 2 & -4096], offset),
         )
 
-    def reserve(self, fd: int, size: int) -> None:
+    def reserve(self, fd, size):
         self._do("reserve", lambda: Disk.reserve(self, fd, size))
 
-    def sync_file(self, fd: int) -> None:
+    def sync_file(self, fd):
         self._do("sync_file", lambda: Disk.sync_file(self, fd))
 
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, path):
         self._do("sync_folder", lambda: Disk.sync_folder(self, path))
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         self._do("rename", lambda: Disk.rename(self, source, target))
 
-    def remove_file(self, path: Path) -> None:
+    def remove_file(self, path):
         self._do("remove_file", lambda: Disk.remove_file(self, path))
 
-    def remove_tree(self, path: Path) -> None:
+    def remove_tree(self, path):
         self._do("remove_tree", lambda: Disk.remove_tree(self, path), lambda: _remove_some(path))
 
-    def _do(self, name: str, whole: Callable[[], T], half: Callable[[], object] = lambda: None) -> T:
+    def _do(self, name, whole, half=lambda: None):
         with self._turn:
             if self.dead:
                 raise Death(f"{name} on a dead disk")
@@ -133,14 +131,14 @@ class FaultyDisk(Disk):
         raise Death(f"{fault.when} {name}")
 
 
-def disk_whose(operation: str, does: Callable[..., object]) -> Disk:
+def disk_whose(operation, does):
     """A disk that works, but for one operation, which does this instead."""
     disk = Disk()
     setattr(disk, operation, does)
     return disk
 
 
-def faults(error: int | None = None, when: tuple[When, ...] = WHEN) -> Iterator[Fault]:
+def faults(error=None, when=WHEN):
     """Every fault, without end: the caller stops at the first that was not reached."""
     number = 0
     while True:
@@ -149,26 +147,26 @@ def faults(error: int | None = None, when: tuple[When, ...] = WHEN) -> Iterator[
         number += 1
 
 
-def drawn(cases: Sequence[T], count: int) -> list[T]:
+def drawn(cases, count):
     """So many of the cases, in order: others each time, by a seed that is printed."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     return [cases[at] for at in sorted(random.Random(seed).sample(range(len(cases)), min(count, len(cases))))]
 
 
-def on_disk(disk: Disk, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+def on_disk(disk, function, *arguments, **options):
     """Call a function of the package with another file layer in the place of that of its module."""
     with patch.object(sys.modules[function.__module__], "DISK", disk):
         return function(*arguments, **options)
 
 
-def save(root: Path, step: int, content: bytes = b"", disk: Disk = DISK, tag: str | None = None) -> Entry:
+def save(root, step, content=b"", disk=DISK, tag=None):
     """Save a checkpoint of one tensor in two files through a place on `disk`, as ranks and leader do it together."""
     place = LocalBackend(root, disk)
     place.make()
     draft = Path(place.begin(step_folder(step), tag or new_nonce()))
-    files: dict[str, bytes] = {}
-    parts: list[Rows] = []
+    files = {}
+    parts = []
     for rank in range(2):
         data = bytes([rank]) * 32 + content
         files |= {data_name(rank): data, blocks_name(rank): blocks_of(data)}
@@ -179,7 +177,7 @@ def save(root: Path, step: int, content: bytes = b"", disk: Disk = DISK, tag: st
     return place.commit(str(draft), manifest_of(root, step, files))
 
 
-def manifest_of(root: Path, step: int, files: dict[str, bytes], sequence: int | None = None) -> Manifest:
+def manifest_of(root, step, files, sequence=None):
     """A manifest of files with these bytes, the next one of its root."""
     return Manifest(
         step=step,
@@ -196,7 +194,7 @@ def manifest_of(root: Path, step: int, files: dict[str, bytes], sequence: int | 
     )
 
 
-def rewrite(folder: Path, **changes: Any) -> None:
+def rewrite(folder, **changes):
     """Change fields of a manifest (None: take it away) as a program that knows the format does: digest and all."""
     raw = json.loads((folder / "manifest.json").read_bytes())
     del raw["digest"]
@@ -205,7 +203,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
     (folder / "manifest.json").write_bytes(body + b',\n "digest": "%s"\n}\n' % xxh3_128_hexdigest(body).encode())
 
 
-def holds(root: Path) -> dict[int, tuple[int, str]]:
+def holds(root):
     """What a root holds: sequence and digest of the first data file by step. Nothing may be there that does not count.
 
     Every byte is checked.
@@ -219,13 +217,13 @@ def holds(root: Path) -> dict[int, tuple[int, str]]:
     return found
 
 
-def _make_first(path: Path) -> None:
+def _make_first(path):
     while not path.parent.exists():
         path = path.parent
     path.mkdir(exist_ok=True)
 
 
-def _remove_some(path: Path) -> None:
+def _remove_some(path):
     names = sorted(path.iterdir()) if path.is_dir() else []
     for each in names[: len(names) // 2]:
         each.unlink()

@@ -1,15 +1,10 @@
 """Files of random bytes, their digests, and ranges of them to be read."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
 import random
-from pathlib import Path
 from types import SimpleNamespace
-
-import pytest
 
 from ckptman.io import file_writer
 from ckptman.io.checked_reader import Wanted
@@ -20,24 +15,24 @@ KIB, MIB = 1024, 1024 * 1024
 BLOCK = 128 * KIB
 
 
-def random_bytes(size: int, seed: int = 0) -> bytes:
+def random_bytes(size, seed=0):
     return random.Random(seed).randbytes(size)
 
 
-def digests_of(path: Path, block_bytes: int = BLOCK) -> Digests:
+def digests_of(path, block_bytes=BLOCK):
     size, blocks = digest_file(path, block_bytes)
     return Digests(block_bytes, b"".join(blocks), size)
 
 
-def into(file: str, offset: int, size: int, label: str = "", place: bytearray | None = None) -> Wanted:
+def into(file, offset, size, label="", place=None):
     return Wanted(file, offset, size, into=memoryview(place if place is not None else bytearray(size)), label=label)
 
 
-def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+def refuse_direct(monkeypatch):
     """Have files written as on a file system that takes no direct I/O, and read from the page cache."""
     real = fcntl.fcntl
 
-    def refuse(fd: int, command: int, flags: int = 0) -> int:
+    def refuse(fd, command, flags=0):
         if command == fcntl.F_SETFL and flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(fd, command, flags)

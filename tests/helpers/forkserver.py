@@ -32,10 +32,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -50,7 +49,7 @@ _LENGTH = struct.Struct("!I")
 _NAMES = ("python", "python3", "torchrun", "ckptman")
 
 
-def own() -> None:
+def own():
     """Make this process the owner of the server. Every process started from here on shares it."""
     if FOLDER_ENV not in os.environ:
         os.environ[FOLDER_ENV] = tempfile.mkdtemp(prefix="ckptman-forks-", dir="/tmp")  # paths of sockets are short
@@ -58,17 +57,17 @@ def own() -> None:
         _write_programs(folder() / "bin")
 
 
-def disown() -> None:
+def disown():
     """Remove the directory of the server, if this process owns it: the server ends with this process."""
     if os.environ.get(OWNER_ENV) == str(os.getpid()):
         shutil.rmtree(folder(), ignore_errors=True)
 
 
-def folder() -> Path:
+def folder():
     return Path(os.environ[FOLDER_ENV])
 
 
-def programs() -> Path:
+def programs():
     """The directory with `python`, `torchrun` and `ckptman` that are forked from the server, which is started."""
     connect().close()
     return folder() / "bin"
@@ -82,11 +81,11 @@ class Python(subprocess.Popen[Any]):
         options: as for `subprocess.Popen`; `preexec_fn`, users, groups and sessions are not supported.
     """
 
-    def __init__(self, *arguments: object, **options: Any) -> None:
+    def __init__(self, *arguments, **options):
         super().__init__([sys.executable, *map(str, arguments)], **options)
 
-    def _execute_child(self, *given: Any) -> None:
-        names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
+    def _execute_child(self, *given):
+        names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
         told = dict(zip(names, given))
         keep = {number: number for number in told["pass_fds"]}
         pipes = [told["p2cread"], told["c2pwrite"], told["errwrite"]]
@@ -95,19 +94,19 @@ class Python(subprocess.Popen[Any]):
             self._connection = connect()
             self.pid = request(self._connection, told["args"][1:], keep, told["env"], told["cwd"])
         finally:
-            self._close_pipe_fds(*(told[name] for name in names if name.startswith(("p2c", "c2p", "err"))))  # type: ignore[attr-defined]
+            self._close_pipe_fds(*(told[name] for name in names if name.startswith(("p2c", "c2p", "err"))))
         self._child_created = True
 
-    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+    def _internal_poll(self, *_, **__):
         if self.returncode is None:
             self._take(0.0)
         return self.returncode
 
-    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+    def _try_wait(self, wait_flags):
         self._take(0.0 if wait_flags & os.WNOHANG else None)
         return (0, 0) if self.returncode is None else (self.pid, _status_of(self.returncode))
 
-    def _take(self, seconds: float | None) -> None:
+    def _take(self, seconds):
         ready = selectors.DefaultSelector()
         ready.register(self._connection, selectors.EVENT_READ)
         if ready.select(seconds):
@@ -116,7 +115,7 @@ class Python(subprocess.Popen[Any]):
         ready.close()
 
 
-def run(*arguments: object, check: bool = False, timeout: float = 60.0, **options: Any) -> Any:
+def run(*arguments, check=False, timeout=60.0, **options):
     """`subprocess.run` of `python ARGUMENTS...`, forked from the server."""
     if options.pop("capture_output", False):
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -132,14 +131,14 @@ def run(*arguments: object, check: bool = False, timeout: float = 60.0, **option
     return done
 
 
-def _status_of(code: int) -> int:
+def _status_of(code):
     return -code if code < 0 else code << 8
 
 
 # ---- Client ---------------------------------------------------------------------------------------------------------
 
 
-def connect() -> socket.socket:
+def connect():
     """A connection to the server, which is started if there is none."""
     own()
     with open(folder() / "lock", "w") as lock:
@@ -151,13 +150,7 @@ def connect() -> socket.socket:
     return connection
 
 
-def request(
-    connection: socket.socket,
-    arguments: Sequence[str],
-    descriptors: Mapping[int, int],
-    environ: Mapping[str, str] | None = None,
-    directory: str | os.PathLike[str] | None = None,
-) -> int:
+def request(connection, arguments, descriptors, environ=None, directory=None):
     """Ask for a process, and return its id. `descriptors`: the number each has there, and the one it has here."""
     asked = {
         "arguments": list(map(os.fsdecode, arguments)),
@@ -172,13 +165,13 @@ def request(
     return receive_number(connection)
 
 
-def send(connection: socket.socket, asked: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+def send(connection, asked, descriptors):
     data = json.dumps(asked).encode(errors="surrogateescape")
     socket.send_fds(connection, [_LENGTH.pack(len(data))], descriptors)
     connection.sendall(data)
 
 
-def receive_number(connection: socket.socket) -> int:
+def receive_number(connection):
     data = connection.recv(_LENGTH.size, socket.MSG_WAITALL)
     if len(data) < _LENGTH.size:
         raise ConnectionError("the server of forked processes is gone")
@@ -186,7 +179,7 @@ def receive_number(connection: socket.socket) -> int:
     return int(number)
 
 
-def _start() -> None:
+def _start():
     with open(folder() / "log", "wb") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.forkserver"],
@@ -213,7 +206,7 @@ main({python!r}, {script!r}, {folder!r})
 """
 
 
-def _write_programs(where: Path) -> None:
+def _write_programs(where):
     """The programs of this directory: each becomes a process of the server, and stays to pass signals on."""
     where.mkdir()
     for name in _NAMES:
@@ -247,12 +240,12 @@ class Request(NamedTuple):
     received: list[int]
 
 
-def serve(listener: socket.socket, owner: int) -> Request:
+def serve(listener, owner):
     """Fork a process for each request. Returns in each of these processes, and never in the server."""
     waiting = selectors.DefaultSelector()
     waiting.register(listener, selectors.EVENT_READ)
     waiting.register(owner, selectors.EVENT_READ, "owner")
-    running: dict[int, socket.socket] = {}
+    running = {}
     while True:
         for key, _ in waiting.select():
             if key.fileobj is listener:
@@ -290,7 +283,7 @@ def serve(listener: socket.socket, owner: int) -> Request:
                 connection.close()
 
 
-def _receive(connection: socket.socket) -> Request | None:
+def _receive(connection):
     head, received, _, _ = socket.recv_fds(connection, _LENGTH.size, MAX_DESCRIPTORS)
     if len(head) < _LENGTH.size:
         return None
@@ -304,19 +297,19 @@ def _receive(connection: socket.socket) -> Request | None:
     return Request(**json.loads(data.decode(errors="surrogateescape")), received=received)
 
 
-def _tell(connection: socket.socket, number: int) -> None:
+def _tell(connection, number):
     with suppress(OSError):
         connection.sendall(_LENGTH.pack(number))
 
 
-def _kill(pid: int) -> None:
+def _kill(pid):
     """End a process and the group that it leads."""
     for end in (os.killpg, os.kill):
         with suppress(ProcessLookupError):
             end(pid, signal.SIGKILL)
 
 
-def _end_all(owner: str) -> None:
+def _end_all(owner):
     """End every process of a run of the tests, those not forked here as well: an interrupt leaves some."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -327,7 +320,7 @@ def _end_all(owner: str) -> None:
 # ---- Forked process -------------------------------------------------------------------------------------------------
 
 
-def become(asked: Request) -> list[str]:
+def become(asked):
     """Take over descriptors, environment and directory of a client. Returns the arguments of `python`."""
     for number in asked.ignored:
         signal.signal(number, signal.SIG_IGN)
@@ -349,12 +342,12 @@ def become(asked: Request) -> list[str]:
     os.environ.clear()
     os.environ.update(asked.environ)
     sys.stdin, sys.stdout, sys.stderr = (_stream(number) for number in range(3))
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.path[:] = [each for each in asked.environ.get("PYTHONPATH", "").split(os.pathsep) if each] + sys.path[1:]
     return asked.arguments
 
 
-def _stream(number: int) -> Any:
+def _stream(number):
     try:
         is_unbuffered = number == 2 or bool(os.environ.get("PYTHONUNBUFFERED"))
         raw = open(
@@ -371,7 +364,7 @@ def _stream(number: int) -> Any:
         return None
 
 
-def execute(arguments: list[str]) -> NoReturn:
+def execute(arguments):
     """Run what follows `python` on a command line, and end as an interpreter does."""
     import atexit
     import random
@@ -391,18 +384,18 @@ def execute(arguments: list[str]) -> NoReturn:
         if rest.pop(0) == "-W":
             filters.append(rest.pop(0))
         else:
-            sys.stdout.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
-    warnings._processoptions(filters)  # type: ignore[attr-defined]
+            sys.stdout.reconfigure(line_buffering=True, write_through=True)
+    warnings._processoptions(filters)
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
-    code: int | signal.Signals = 0
+    code = 0
     try:
         try:
             if rest[0] == "-m":
                 sys.argv = rest[1:]
                 sys.path.insert(0, str(Path.cwd()))
-                runpy._run_module_as_main(rest[1])  # type: ignore[attr-defined]
+                runpy._run_module_as_main(rest[1])
             elif rest[0] == "-c":
                 sys.argv = ["-c", *rest[2:]]
                 sys.path.insert(0, "")
@@ -420,10 +413,10 @@ def execute(arguments: list[str]) -> NoReturn:
             code = signal.SIGINT
         except BaseException as error:
             sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
-            sys.last_exc = error  # type: ignore[attr-defined]
+            sys.last_exc = error
             sys.excepthook(*sys.exc_info())
             code = 1
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -440,7 +433,7 @@ def execute(arguments: list[str]) -> NoReturn:
         os._exit(code)
 
 
-def _code(end: SystemExit) -> int:
+def _code(end):
     if end.code is None:
         return 0
     if isinstance(end.code, int):
@@ -449,7 +442,7 @@ def _code(end: SystemExit) -> int:
     return 1
 
 
-def main() -> NoReturn:
+def main():
     where = folder()
     try:
         owner = os.pidfd_open(int(os.environ[OWNER_ENV]))

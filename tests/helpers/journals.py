@@ -1,18 +1,13 @@
 """Roots with a journal and checkpoints of runs that were never made."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from ckptman.format.paths import journal_path
 from tests.helpers.checkpoints import commit
 
 
-def write_journal(root: Path, events: Sequence[Mapping[str, Any]], ago_seconds: float | None = 0.0) -> Path:
+def write_journal(root, events, ago_seconds=0.0):
     """Give a root a journal. `ago_seconds`: its last event happened so long ago; None: the times stay."""
     shift = 0.0 if ago_seconds is None else time.time() - ago_seconds - max(each["time"] for each in events)
     path = journal_path(root)
@@ -22,7 +17,7 @@ def write_journal(root: Path, events: Sequence[Mapping[str, Any]], ago_seconds: 
     return root
 
 
-def make_root(root: Path, events: Sequence[Mapping[str, Any]], steps: Sequence[int], ago_seconds: float = 0.0) -> Path:
+def make_root(root, events, steps, ago_seconds=0.0):
     """Make a root with checkpoints of some steps and a journal."""
     for step in steps:
         commit(root, step, metrics={"loss": 1 / step}, time_seconds=time.time() - ago_seconds)

@@ -3,13 +3,9 @@
 A worker that waits for Slurm leaves its core to the others, so there is one more worker than there are cores.
 """
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
@@ -22,15 +18,15 @@ SECONDS = Path(__file__).with_name("seconds.json")
 class FilesByTime(LoadScopeScheduling):
     """Hand out files in the order of their measured seconds."""
 
-    def __init__(self, config: Any, log: Any) -> None:
+    def __init__(self, config, log):
         super().__init__(config, log)
         config.option.loadscopereorder = False
 
-    def _split_scope(self, nodeid: str) -> str:
+    def _split_scope(self, nodeid):
         return scope_of(nodeid)
 
 
-def scope_of(nodeid: str) -> str:
+def scope_of(nodeid):
     """What is handed out as one: a file, or all tests of Slurm."""
     return SLURM if nodeid.startswith(SLURM) else nodeid.partition("::")[0]
 
@@ -38,17 +34,17 @@ def scope_of(nodeid: str) -> str:
 class Order:
     """The longest first. A file without a measurement takes less than a second, or is new: it comes last."""
 
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    def __init__(self):
+        self._seconds = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
 
-    def key(self, nodeid: str) -> tuple[float, str]:
+    def key(self, nodeid):
         scope = scope_of(nodeid)
         return -self._seconds.get(scope, 0.0), scope
 
 
-def write(durations: Iterable[tuple[str, float]]) -> None:
+def write(durations):
     """Write down what tests took, as seconds of each scope."""
-    took: defaultdict[str, float] = defaultdict(float)
+    took = defaultdict(float)
     for nodeid, seconds in durations:
         took[scope_of(nodeid)] += seconds
     kept = OrderedDict((scope, round(took[scope])) for scope in sorted(took) if took[scope] >= 1)

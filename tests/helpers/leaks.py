@@ -2,16 +2,12 @@
 
 # ruff: noqa: PTH109, PTH115, PTH208
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 
 WAIT_SECONDS = 10.0
 """So long a thread that is ending may take; a daemon that waits for something never ends."""
@@ -30,7 +26,7 @@ class Leaks:
         names: parts of the names of threads and files that may stay.
     """
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
+    def __init__(self, names=()):
         self._stay = (*POOLS, *names)
         self._threads = set(threading.enumerate())
         self._descriptors = _descriptors()
@@ -39,7 +35,7 @@ class Leaks:
         self._environ = _environ()
         self._directory = os.getcwd()
 
-    def left(self) -> list[str]:
+    def left(self):
         """One line for each thing that is new, or gone. Empty if all is as before."""
         threads = [each for each in threading.enumerate() if each not in self._threads and self._is_left(each)]
         found = self._found()
@@ -50,13 +46,13 @@ class Leaks:
             found = self._found()
         return [*found, *(f"a thread: {each.name}" for each in threads if each.is_alive())]
 
-    def _is_left(self, thread: threading.Thread) -> bool:
+    def _is_left(self, thread):
         return thread.is_alive() and not self._may_stay(thread.name)
 
-    def _may_stay(self, name: str) -> bool:
+    def _may_stay(self, name):
         return any(each in name for each in self._stay)
 
-    def _found(self) -> list[str]:
+    def _found(self):
         descriptors = _descriptors() - self._descriptors
         found = [f"{count} descriptors: {each}" for each, count in descriptors.items() if not self._may_stay(each)]
         found += [f"a process group: {each}" for each in _groups() - self._groups]
@@ -74,17 +70,17 @@ class Leaks:
 class Patches:
     """What the modules and classes of the package, and the environment, hold now; `undo()` puts it back."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._environ = dict(os.environ)
         modules = [each for name, each in sys.modules.items() if name.partition(".")[0] == "ckptman"]
-        owners: list[Any] = list(modules)
+        owners = list(modules)
         for module in modules:
             owners += [
                 each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__
             ]
         self._before = [(owner, dict(vars(owner))) for owner in owners]
 
-    def undo(self) -> None:
+    def undo(self):
         for owner, before in self._before:
             now = vars(owner)
             for name, value in before.items():
@@ -95,12 +91,12 @@ class Patches:
         os.environ.update(self._environ)
 
 
-def _descriptors() -> Counter[str]:
+def _descriptors():
     """The files and directories that are open, but for those of Python: matplotlib keeps its fonts.
 
     Sockets and pipes are those of pools that torch, S3 and pytest keep.
     """
-    open_now: Counter[str] = Counter()
+    open_now = Counter()
     for each in os.listdir("/proc/self/fd"):
         try:
             there = os.readlink(f"/proc/self/fd/{each}")
@@ -111,7 +107,7 @@ def _descriptors() -> Counter[str]:
     return open_now
 
 
-def _groups() -> set[str]:
+def _groups():
     """The process groups of torch, if it is here, but for those of meshes: nobody is asked to free them."""
     module = sys.modules.get("torch.distributed.distributed_c10d")
     if module is None:
@@ -119,10 +115,10 @@ def _groups() -> set[str]:
     return {name for group, name in module._world.pg_names.items() if not group.group_desc.startswith("mesh_")}
 
 
-def _handlers() -> dict[str, object]:
+def _handlers():
     """Those of signals, and of exits, which a tracker replaces."""
     return {**{each.name: signal.getsignal(each) for each in SIGNALS}, "sys.exit": sys.exit}
 
 
-def _environ() -> dict[str, str]:
+def _environ():
     return {name: each for name, each in os.environ.items() if not name.startswith(OTHERS)}

@@ -1,21 +1,17 @@
 """What nodes hold in memory, made by hand: parts of a checkpoint in a folder for each node. Torch-free."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ckptman.catalog.backends.node_memory import NodeMemory, Owner
 from ckptman.catalog.tier_identity import make_identity
-from ckptman.format.manifest import Manifest, read_manifest
+from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import rank_of
 from tests.helpers.checkpoints import commit
 
@@ -31,7 +27,7 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def shm() -> Iterator[Path]:
+def shm():
     """A folder in memory."""
     folder = Path("/dev/shm") / f"ckptman-test-{os.getpid()}-{os.urandom(4).hex()}"
     folder.mkdir()
@@ -39,7 +35,7 @@ def shm() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def memory_of(base: Path, root: Path, node: str, job_id: str | None = None, **of_owner: Any) -> NodeMemory:
+def memory_of(base, root, node, job_id=None, **of_owner):
     """The folder of a run that is over, or, if `of_owner` says so, of another one."""
     root.mkdir(parents=True, exist_ok=True)
     found = NodeMemory(base, make_identity(root, "run"), node)
@@ -50,9 +46,7 @@ def memory_of(base: Path, root: Path, node: str, job_id: str | None = None, **of
     return found
 
 
-def hold(
-    memory: NodeMemory, checkpoint: Path, ranks: Collection[int], *, manifest: bool = True, **changes: Any
-) -> Manifest:
+def hold(memory, checkpoint, ranks, *, manifest=True, **changes):
     """Put the parts of some ranks of a checkpoint there, with all that belongs to no rank.
 
     `manifest` False: as when the node was killed before it had it. `changes`: to fields of the manifest.
@@ -67,9 +61,7 @@ def hold(
     return found
 
 
-def nodes_with(
-    tmp_path: Path, step: int, parts: Mapping[str, Collection[int]], *, rows: int = 8, **changes: Any
-) -> dict[str, NodeMemory]:
+def nodes_with(tmp_path, step, parts, *, rows=8, **changes):
     """Nodes that hold parts of a step of the root `tmp_path / "root"`, whose ranks are 0 to 3."""
     checkpoint = commit(tmp_path / "made", step, ranks=4, rows=rows).path
     memories = {node: memory_of(tmp_path / "shm", tmp_path / "root", node) for node in parts}
@@ -79,7 +71,7 @@ def nodes_with(
 
 
 @contextlib.contextmanager
-def live_rank(memory: NodeMemory) -> Iterator[None]:
+def live_rank(memory):
     """While this lasts, a rank of the run lives."""
     command = [sys.executable, "-c", _LIVE_RANK, str(memory.folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:

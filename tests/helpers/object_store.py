@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,11 +27,11 @@ _buckets = itertools.count(1)
 
 
 @cache
-def server_port() -> int:
+def server_port():
     """The port of the server, which ends with this process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+        port = probe.getsockname()[1]
     # In a process of its own: warnings that are errors here are none of its business. It ends when its input does.
     script = (
         "import os, sys, threading\n"
@@ -52,7 +52,7 @@ def server_port() -> int:
         time.sleep(0.05)
 
 
-_children: list[subprocess.Popen[bytes]] = []
+_children = []
 
 
 @dataclass
@@ -64,11 +64,11 @@ class Request:
     path: str
 
     @property
-    def lists(self) -> bool:
+    def lists(self):
         return self.method == "GET" and "list-type=2" in self.path
 
     @property
-    def puts_part(self) -> bool:
+    def puts_part(self):
         return self.method == "PUT" and "partNumber=" in self.path
 
 
@@ -81,17 +81,17 @@ class Proxy:
     seen: list[Request] = field(default_factory=list)
     ending: threading.Event = field(default_factory=threading.Event)
 
-    def first(self, count: int, failure: Failure, which: Callable[[Request], bool] = lambda request: True) -> None:
+    def first(self, count, failure, which=lambda request: True):
         """The first so many requests of a kind fail."""
         left = itertools.count(1)
         self.fail = lambda request: failure if which(request) and next(left) <= count else None
 
-    def always(self, failure: Failure, which: Callable[[Request], bool] = lambda request: True) -> None:
+    def always(self, failure, which=lambda request: True):
         self.fail = lambda request: failure if which(request) else None
 
 
 @contextlib.contextmanager
-def proxy_before(port: int) -> Iterator[Proxy]:
+def proxy_before(port):
     """A proxy before the server, as long as the block lasts."""
     numbers = itertools.count(1)
     proxy = Proxy("")
@@ -99,11 +99,11 @@ def proxy_before(port: int) -> Iterator[Proxy]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def handle_one_request(self) -> None:
+        def handle_one_request(self):
             with contextlib.suppress(ConnectionError):
                 super().handle_one_request()
 
-        def answer(self) -> None:
+        def answer(self):
             body = self._body()
             request = Request(next(numbers), self.command, self.path)
             proxy.seen.append(request)
@@ -134,7 +134,7 @@ def proxy_before(port: int) -> Iterator[Proxy]:
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
 
-        def _body(self) -> bytes:
+        def _body(self):
             if "chunked" not in self.headers.get("Transfer-Encoding", ""):
                 return self.rfile.read(int(self.headers.get("Content-Length", 0)))
             pieces = []
@@ -144,7 +144,7 @@ def proxy_before(port: int) -> Iterator[Proxy]:
             self.rfile.readline()
             return b"".join(pieces)
 
-        def _reply(self, status: int, headers: dict[str, str], content: bytes, size: int) -> None:
+        def _reply(self, status, headers, content, size):
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
@@ -153,7 +153,7 @@ def proxy_before(port: int) -> Iterator[Proxy]:
             if self.command != "HEAD":
                 self.wfile.write(content)
 
-        def log_message(self, format: str, *args: object) -> None:
+        def log_message(self, format, *args):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -171,7 +171,7 @@ def proxy_before(port: int) -> Iterator[Proxy]:
 
 
 @pytest.fixture(name="proxy")
-def proxy_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+def proxy_fixture(monkeypatch):
     """A proxy before the S3 server, and an environment in which S3 is there."""
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
@@ -182,7 +182,7 @@ def proxy_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 
 @pytest.fixture(name="bucket")
-def bucket_fixture(proxy: Proxy) -> str:
+def bucket_fixture(proxy):
     """A bucket of its own."""
     name = f"bucket-{os.getpid()}-{next(_buckets)}"
     connection = http.client.HTTPConnection("127.0.0.1", server_port(), timeout=30)

@@ -24,10 +24,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 from tests.helpers.forkserver import Python
 from tests.helpers.leaks import Leaks, Patches
@@ -45,11 +43,11 @@ class RankError(AssertionError):
 class World:
     """Running ranks. `results` waits for all of them."""
 
-    def __init__(self, world_size: int, *, alone: bool = False) -> None:
+    def __init__(self, world_size, *, alone=False):
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self.processes: list[Python] = []
-        self._pipes: list[Connection] = []
-        self._messages: dict[int, list[Any]] = {}
+        self.processes = []
+        self._pipes = []
+        self._messages = {}
         self._deadline, self._dismissed = 0.0, False
         self.has_meshes = False
         """Whether a function has made one. torch caches it, and would use it for an equal one of a later function."""
@@ -62,20 +60,20 @@ class World:
             ours.send((rank, world_size, store))
             self._pipes.append(ours)
 
-    def hand(self, limit: float, function: Callable[..., Any], *args: Any, last: bool = False) -> None:
+    def hand(self, limit, function, *args, last=False):
         """Have all ranks call a function, which has so many seconds. `last`: whatever it leaves behind."""
         self._deadline = time.monotonic() + limit
         self._messages = {rank: [] for rank in range(len(self.processes))}
-        self.left: list[str] = []
+        self.left = []
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # its rank is gone, as is seen by its results
                 pipe.send((function, args, last))
 
-    def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
+    def kill(self, rank, signum=signal.SIGKILL):
         """Send a signal to a rank."""
         self.processes[rank].send_signal(signum)
 
-    def await_message(self, rank: int, text: str) -> None:
+    def await_message(self, rank, text):
         """Wait until a rank has called `say(text)`."""
         while ("said", text) not in self._messages[rank]:
             self._read(rank)
@@ -83,29 +81,29 @@ class World:
             if kind == "error":
                 raise RankError(f"rank {rank}:\n{value}")
 
-    def said(self, rank: int) -> list[str]:
+    def said(self, rank):
         """All that a rank has said until it ended."""
         with contextlib.suppress(RankError):
             while True:
                 self._read(rank)
         return [text for kind, text in self._messages[rank] if kind == "said"]
 
-    def join(self) -> list[int]:
+    def join(self):
         """Wait until all have ended, however; their exit codes, as of `subprocess.Popen`."""
         self.dismiss()
         return [self.wait(rank, max(0.1, self._deadline - time.monotonic())) for rank in range(len(self.processes))]
 
-    def wait(self, rank: int, seconds: float) -> int:
+    def wait(self, rank, seconds):
         """Wait until a rank has exited, and return its exit code. Raises: RankError if it is still running."""
         try:
             return int(self.processes[rank].wait(seconds))
         except subprocess.TimeoutExpired:
             raise RankError(f"rank {rank} did not end in time (pid {self.processes[rank].pid})") from None
 
-    def results(self) -> list[Any]:
+    def results(self):
         """What each rank returned; what it left behind is in `left`. Raises: RankError with tracebacks."""
-        found: list[Any] = []
-        errors: list[str] = []
+        found = []
+        errors = []
         for rank in range(len(self.processes)):
             try:
                 while not any(kind in ("result", "error") for kind, _ in self._messages[rank]):
@@ -127,14 +125,14 @@ class World:
             self.join()
         return found
 
-    def dismiss(self) -> None:
+    def dismiss(self):
         """Have the ranks leave once they have nothing to do."""
         self._dismissed = True
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
 
-    def end(self) -> None:
+    def end(self):
         """Kill what still runs."""
         for process in self.processes:
             process.kill()
@@ -143,7 +141,7 @@ class World:
             pipe.close()
         self._folder.cleanup()
 
-    def _read(self, rank: int) -> None:
+    def _read(self, rank):
         if not wait([self._pipes[rank]], max(0.0, self._deadline - time.monotonic())):
             raise RankError(f"rank {rank} said nothing in time")
         try:
@@ -153,9 +151,7 @@ class World:
 
 
 @contextlib.contextmanager
-def start_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, limit: float = 60.0, alone: bool = False
-) -> Iterator[World]:
+def start_ranks(world_size, function, *args, limit=60.0, alone=False):
     """Start ranks of its own that each call `function(*args)` inside an initialised gloo process group.
 
     `alone`: one process without a group.
@@ -169,7 +165,7 @@ def start_ranks(
         world.end()
 
 
-_pool: dict[int, World] = {}
+_pool = {}
 
 
 @atexit.register
@@ -178,9 +174,7 @@ def _end_pool() -> None:
         _pool.popitem()[1].end()
 
 
-def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, limit: float = 60.0, fresh: bool = False
-) -> list[Any]:
+def run_ranks(world_size, function, *args, limit=60.0, fresh=False):
     """Call `function(*args)` on that many ranks and return their results in order of rank.
 
     `fresh`: on ranks of its own. A function that leaves a Checkpointer by an error needs them: as other ranks may wait
@@ -206,7 +200,7 @@ def run_ranks(
     return results
 
 
-def alone(function: Callable[..., Any], *args: Any, limit_seconds: float = 100.0) -> Any:
+def alone(function, *args, limit_seconds=100.0):
     """What `function(*args)` returns in a process of its own, which may fork ranks itself.
 
     Raises: RankError with its traceback, or that it did not end in time.
@@ -216,15 +210,15 @@ def alone(function: Callable[..., Any], *args: Any, limit_seconds: float = 100.0
     return result
 
 
-_say: Callable[[str], None] = lambda text: None  # noqa: E731 replaced in each rank
+_say = lambda text: None  # noqa: E731 replaced in each rank
 
 
-def say(text: str) -> None:
+def say(text):
     """In a rank: tell the test something (see World.await_message)."""
     _say(text)
 
 
-def _main(pipe: Connection) -> None:
+def _main(pipe):
     global _say
     import torch
     import torch.distributed as dist

@@ -7,8 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 import pytest
@@ -23,33 +22,33 @@ class Lab(Protocol):
 
     nodes: list[str]
 
-    def ask(self, *command: str) -> str: ...
+    def ask(self, *command): ...
 
-    def queue(self) -> dict[str, str]: ...
+    def queue(self): ...
 
-    def idle(self) -> list[str]: ...
+    def idle(self): ...
 
-    def wait(self, done: Callable[[], object], timeout_seconds: float, what: str) -> None: ...
+    def wait(self, done, timeout_seconds, what): ...
 
-    def start_controller(self) -> None: ...
+    def start_controller(self): ...
 
-    def stop_controller(self) -> None: ...
+    def stop_controller(self): ...
 
-    def start_node(self, name: str) -> None: ...
+    def start_node(self, name): ...
 
-    def kill_node(self, name: str) -> None: ...
+    def kill_node(self, name): ...
 
-    def kill_daemon(self, name: str) -> None: ...
+    def kill_daemon(self, name): ...
 
 
-def script(folder: Path, body: str, *directives: str) -> Path:
+def script(folder, body, *directives):
     lines = ["#!/bin/bash", "#SBATCH --time=5", "#SBATCH --output=log", *(f"#SBATCH {each}" for each in directives)]
     path = folder / "train.sbatch"
     path.write_text("\n".join([*lines, body]) + "\n")
     return path
 
 
-def submit(path: Path, *options: str) -> Chain:
+def submit(path, *options):
     assert main(["submit", *options, str(path)]) == 0
     return find_chains(path.parent)[-1]
 
@@ -66,7 +65,7 @@ class Scene:
     program: str = counting_run.NAME
     strangers: set[str] = field(default_factory=set)
 
-    def look(self) -> dict[str, str]:
+    def look(self):
         """The state of each job of the chain that waits or runs."""
         queue = {job: state for job, state in self.lab.queue().items() if job not in self.strangers}
         running = [state for state in queue.values() if state not in ("PENDING", "COMPLETING")]
@@ -77,7 +76,7 @@ class Scene:
         assert len(begun - set(self.chain.ends())) <= 1, "two attempts have begun and not ended"
         return queue
 
-    def until(self, done: Callable[[], object], seconds: float, what: str) -> None:
+    def until(self, done, seconds, what):
         """Look until `done`. Raises: TimeoutError."""
         deadline = time.monotonic() + seconds
         while not done():
@@ -87,7 +86,7 @@ class Scene:
                 raise TimeoutError(f"{what} after {seconds:.0f} s\n{shown}\n{self.chain.state}\n{self.log()}")
             time.sleep(0.1)
 
-    def until_ended(self, number: int, seconds: float) -> None:
+    def until_ended(self, number, seconds):
         """Until attempt `number` has ended."""
         self.until(
             lambda: number in self.chain.ends() or len(self.chain.attempts()) > number,
@@ -95,10 +94,10 @@ class Scene:
             f"attempt {number} runs on",
         )
 
-    def over(self, seconds: float) -> None:
+    def over(self, seconds):
         """Until the chain has ended and none of its jobs is in the queue. A delay after a crash is not waited for."""
 
-        def ended() -> bool:
+        def ended():
             queue = self.look()
             if queue and set(queue.values()) == {"PENDING"}:
                 self._hurry()
@@ -106,27 +105,27 @@ class Scene:
 
         self.until(ended, seconds, "the chain has not ended")
 
-    def finishes(self, seconds: float) -> None:
+    def finishes(self, seconds):
         self.over(seconds)
         assert self.chain.state.state == "finished", f"{self.chain.state}\n{self.log()}"
 
-    def _hurry(self) -> None:
+    def _hurry(self):
         """End the delay after a crash. Not that of a requeued job, which Slurm could not start yet."""
         rows = (line.split("|") for line in self.lab.ask("squeue", "-h", "-o", "%i|%r").splitlines())
         begun = {each.job_id for each in self.chain.attempts()}
         for job in {job for job, reason in rows if reason == "BeginTime"} - begun:
             self.lab.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
-    def runs(self, job: str) -> bool:
+    def runs(self, job):
         return self.lab.queue().get(job) == "RUNNING"
 
-    def nodes(self) -> list[str]:
+    def nodes(self):
         """The nodes of the newest attempt. Its batch script runs on the first one."""
         return self.lab.ask("scontrol", "show", "hostnames", self.chain.attempts()[-1].nodes).split()
 
-    def ranks(self, job: str) -> list[psutil.Process]:
+    def ranks(self, job):
         """The processes of the tasks of a job, in the order of their ranks."""
-        found: dict[int, psutil.Process] = {}
+        found = {}
         for process in psutil.process_iter():
             try:
                 environ = process.environ()
@@ -137,45 +136,43 @@ class Scene:
                 continue
         return [found[rank] for rank in sorted(found)]
 
-    def log(self) -> str:
+    def log(self):
         path = self.chain.folder.parents[1] / "log"
         return path.read_text(errors="replace") if path.exists() else "no log"
 
-
-# ---- What happens to an attempt -------------------------------------------------------------------------------------
 
 Act = Callable[[Scene, str], None]
 """Done to the running job of a scene, whose id it is given."""
 
 
-def warn(scene: Scene, job: str) -> None:
+def warn(scene, job):
     """What --signal=B:USR2@N does."""
     scene.lab.ask("scancel", "--signal=USR2", "--batch", job)
 
 
-def tell_the_tasks(scene: Scene, job: str) -> None:
+def tell_the_tasks(scene, job):
     scene.lab.ask("scancel", "--signal=TERM", job)
 
 
-def cancel(scene: Scene, job: str) -> None:
+def cancel(scene, job):
     scene.lab.ask("scancel", job)
 
 
-def requeue(scene: Scene, job: str) -> None:
+def requeue(scene, job):
     scene.lab.ask("scontrol", "requeue", job)
 
 
-def preempt(scene: Scene, job: str) -> None:
+def preempt(scene, job):
     """By a job of a higher partition that wants all nodes."""
     wants = ("--partition=high", f"--nodes={len(scene.lab.nodes)}", "--exclusive", "--output=/dev/null")
     scene.strangers.add(scene.lab.ask("sbatch", "--parsable", *wants, "--wrap=sleep 1").strip())
 
 
-def kill_a_rank(scene: Scene, job: str) -> None:
+def kill_a_rank(scene, job):
     scene.ranks(job)[-1].send_signal(signal.SIGKILL)
 
 
-def kill_srun(scene: Scene, job: str) -> None:
+def kill_srun(scene, job):
     for process in psutil.process_iter():
         try:
             if process.name() == "srun" and process.environ().get("SLURM_JOB_ID") == job:
@@ -184,36 +181,36 @@ def kill_srun(scene: Scene, job: str) -> None:
             continue
 
 
-def kill_the_batch_script(scene: Scene, job: str) -> None:
+def kill_the_batch_script(scene, job):
     scene.lab.ask("scancel", "--signal=KILL", "--batch", job)
 
 
-def set_a_node_down(scene: Scene, job: str) -> None:
+def set_a_node_down(scene, job):
     node = f"nodename={scene.nodes()[-1]}"
     scene.lab.ask("scontrol", "update", node, "state=down", "reason=test")
     scene.until(lambda: not scene.runs(job), 60, "the job runs on")
     scene.lab.ask("scontrol", "update", node, "state=resume")
 
 
-def cut_the_power(scene: Scene, job: str) -> None:
+def cut_the_power(scene, job):
     """Of a node: its daemon and all that runs there is gone at once. It comes back when Slurm has noticed."""
     _lose(scene, job, scene.nodes()[-1], scene.lab.kill_node)
 
 
-def cut_the_power_of_the_first(scene: Scene, job: str) -> None:
+def cut_the_power_of_the_first(scene, job):
     _lose(scene, job, scene.nodes()[0], scene.lab.kill_node)
 
 
-def kill_slurmd(scene: Scene, job: str) -> None:
+def kill_slurmd(scene, job):
     """Of a node: what runs there runs on, and Slurm cannot reach it. Nobody trains until it is noticed."""
     _lose(scene, job, scene.nodes()[-1], scene.lab.kill_daemon)
 
 
-def kill_slurmd_of_the_first(scene: Scene, job: str) -> None:
+def kill_slurmd_of_the_first(scene, job):
     _lose(scene, job, scene.nodes()[0], scene.lab.kill_daemon)
 
 
-def _lose(scene: Scene, job: str, node: str, kill: Callable[[str], None]) -> None:
+def _lose(scene, job, node, kill):
     hold = scene.chain.folder.parents[1] / "hold"
     hold.touch()
     kill(node)
@@ -222,13 +219,13 @@ def _lose(scene: Scene, job: str, node: str, kill: Callable[[str], None]) -> Non
     scene.lab.start_node(node)
 
 
-def restart_the_controller(scene: Scene, job: str) -> None:
+def restart_the_controller(scene, job):
     scene.lab.stop_controller()
     scene.lab.start_controller()
     scene.lab.ask("scancel", job)
 
 
-def end_without_a_controller(scene: Scene, job: str) -> None:
+def end_without_a_controller(scene, job):
     """The run ends while nobody can be asked."""
     ranks = scene.ranks(job)
     scene.lab.stop_controller()
@@ -237,8 +234,6 @@ def end_without_a_controller(scene: Scene, job: str) -> None:
     psutil.wait_procs(ranks, 60)
     scene.lab.start_controller()
 
-
-# ---- The list -------------------------------------------------------------------------------------------------------
 
 SRUN = "srun --nodes=1 --ntasks=1"
 
@@ -288,13 +283,13 @@ SCENARIOS = {
 STEPS = 14
 
 
-def names(real: bool) -> list[Any]:
+def names(real):
     """The names of all scenarios, marked with where they run."""
     long = {name for name, each in SCENARIOS.items() if each.variation or (each.slow and real)}
     return [pytest.param(name, marks=pytest.mark.campaign if name in long else ()) for name in SCENARIOS]
 
 
-def play(scenario: Scenario, lab: Lab, folder: Path, seconds: float = 60) -> Scene:
+def play(scenario, lab, folder, seconds=60):
     """Submit a run that counts, do to each attempt what is to happen to it, and see the chain finish it."""
     places = [5 + 2 * number for number in range(len(scenario.acts))]
     body = f"{scenario.launcher} {counting_run.counting(folder, STEPS, places)}"

@@ -1,15 +1,11 @@
 """A checkpoint of many ranks whose tables are there and whose tensors are holes: for plans, which read no values."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from ckptman.format.chunk_table import Rows, assemble
+from ckptman.format.chunk_table import assemble
 from ckptman.format.index import Index
 from ckptman.format.manifest import FileRecord, Manifest
 from ckptman.format.paths import CHUNKS, INDEX, data_name
@@ -19,13 +15,13 @@ from ckptman.state.file_layout import frame_of
 Described = tuple[str, str, tuple[int, ...]]
 
 
-def simulate(folder: Path, tensors: Sequence[Described], ranks: int, *, frames: bool = True) -> None:
+def simulate(folder, tensors, ranks, *, frames=True):
     """Each tensor sharded by rows over the ranks, as `torch.chunk` cuts; scalars on rank 0. `frames`: write what
     `torch.save` writes around each payload."""
     folder.mkdir(parents=True)
     names = [data_name(rank) for rank in range(ranks)]
     files = [(folder / name).open("wb") for name in names] if frames else []
-    parts: list[dict[int, list[list[int]]]] = [{} for _ in range(ranks)]
+    parts = [{} for _ in range(ranks)]
     ends = np.zeros(ranks, np.int64)
     for number, (_, dtype, shape) in enumerate(tensors):
         rows = shape[0] if shape else 1
@@ -46,7 +42,7 @@ def simulate(folder: Path, tensors: Sequence[Described], ranks: int, *, frames: 
             offsets = [low, *[0] * (len(shape) - 1)] if shape else []
             row = [number, offset, frame.size_bytes, payload, *offsets, *sizes]
             parts[rank].setdefault(len(shape), []).append(row)
-    rows_of: list[Rows] = [{dims: np.array(each, np.int64) for dims, each in part.items()} for part in parts]
+    rows_of = [{dims: np.array(each, np.int64) for dims, each in part.items()} for part in parts]
     records, table = assemble(tensors, rows_of)
     for file in files:
         file.close()
@@ -58,7 +54,7 @@ def simulate(folder: Path, tensors: Sequence[Described], ranks: int, *, frames: 
     _seal(folder, Index(files=names, tensors=records), table, sizes_of)
 
 
-def reseal(folder: Path, table: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+def reseal(folder, table):
     """Put another chunk table in a checkpoint, with digests that are right: what no digest can find."""
     from ckptman.format.manifest import read_manifest
 
@@ -69,9 +65,7 @@ def reseal(folder: Path, table: np.ndarray[tuple[int], np.dtype[np.int64]]) -> N
     (folder / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).to_json())
 
 
-def _seal(
-    folder: Path, index: Index, table: np.ndarray[tuple[int], np.dtype[np.int64]], files: dict[str, FileRecord]
-) -> None:
+def _seal(folder, index, table, files):
     for name, data in ((INDEX, index.to_json()), (CHUNKS, table.astype("<i8").tobytes())):
         (folder / name).write_bytes(data)
         files[name] = FileRecord(bytes=len(data), digest=digest_bytes(data))

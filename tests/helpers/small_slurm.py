@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +82,7 @@ class Job:
     batch: subprocess.Popen[bytes] | None = None
 
     @property
-    def dependency(self) -> str:
+    def dependency(self):
         return self.options.get("--dependency", "").partition(":")[2]
 
 
@@ -93,13 +92,13 @@ class SmallSlurm:
     `troubles`: what goes wrong with the next calls of a program; None: nothing. `seconds`: how long each call takes.
     """
 
-    def __init__(self, folder: Path, nodes: int = 4) -> None:
+    def __init__(self, folder, nodes=4):
         self.folder, self.nodes = folder, [f"n{number}" for number in range(1, nodes + 1)]
-        self.troubles: dict[str, list[Trouble | None]] = {}
+        self.troubles = {}
         self.seconds = 0.0
-        self._jobs: dict[str, Job] = {}
-        self._down: set[str] = set()
-        self._gone: dict[str, float] = {}
+        self._jobs = {}
+        self._down = set()
+        self._gone = {}
         self._lock = threading.RLock()
         self._away = False
         self._over = threading.Event()
@@ -114,11 +113,11 @@ class SmallSlurm:
             path.chmod(0o755)
         self.environ = {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "SLURM_CONF": str(folder)}
 
-    def __enter__(self) -> SmallSlurm:
+    def __enter__(self):
         self._thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._over.set()
         self._thread.join()
         self._socket.close()
@@ -130,53 +129,53 @@ class SmallSlurm:
 
     # ---- what a test may do ------------------------------------------------------------------------------------
 
-    def ask(self, *command: str) -> str:
+    def ask(self, *command):
         done = subprocess.run(command, env={**os.environ, **self.environ}, capture_output=True, text=True, timeout=30)
         return done.stdout if done.returncode == 0 else ""
 
-    def queue(self) -> dict[str, str]:
+    def queue(self):
         with self._lock:
             return {job.id: job.state for job in self._jobs.values() if job.state not in OVER}
 
-    def idle(self) -> list[str]:
+    def idle(self):
         with self._lock:
             busy = {node for job in self._jobs.values() for node in job.nodes}
             return [node for node in self.nodes if node not in busy | self._down | set(self._gone)]
 
-    def wait(self, done: Callable[[], object], timeout_seconds: float, what: str) -> None:
+    def wait(self, done, timeout_seconds, what):
         deadline = time.monotonic() + timeout_seconds
         while not done():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what} after {timeout_seconds:.0f} s")
             time.sleep(0.05)
 
-    def stop_controller(self) -> None:
+    def stop_controller(self):
         """Jobs run on; nobody can be asked, and nothing is noticed."""
         with self._lock:
             self._away = True
 
-    def start_controller(self) -> None:
+    def start_controller(self):
         with self._lock:
             self._away = False
 
-    def kill_node(self, name: str) -> None:
+    def kill_node(self, name):
         with self._lock:
             for job in self._jobs.values():
                 if name in job.nodes:
                     self._send(job, signal.SIGKILL)
             self._gone[name] = time.monotonic()
 
-    def kill_daemon(self, name: str) -> None:
+    def kill_daemon(self, name):
         with self._lock:
             self._gone[name] = time.monotonic()
 
-    def start_node(self, name: str) -> None:
+    def start_node(self, name):
         with self._lock:
             self._gone.pop(name, None)
 
     # ---- the controller ----------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def _serve(self):
         while not self._over.is_set():
             with suppress(OSError, ValueError):  # nobody calls, or who did was killed
                 talk, _ = self._socket.accept()
@@ -187,12 +186,12 @@ class SmallSlurm:
                 for job in [] if self._away else list(self._jobs.values()):
                     self._advance(job, time.monotonic())
 
-    def _talk(self, talk: socket.socket) -> None:
+    def _talk(self, talk):
         with talk.makefile("rw") as lines:
             name, arguments, folder, environ = json.loads(lines.readline())
             lines.write(json.dumps(self._answer(name, arguments, folder, environ)) + "\n")
 
-    def _answer(self, name: str, arguments: list[str], folder: str, environ: dict[str, str]) -> tuple[int, str, str]:
+    def _answer(self, name, arguments, folder, environ):
         planned = self.troubles.get(name)
         trouble = planned.pop(0) if planned else None
         self._over.wait(self.seconds)
@@ -202,7 +201,7 @@ class SmallSlurm:
                 answer = getattr(self, f"_{name}")(arguments, folder, environ)
         return answer if trouble is None else (1, "", f"{name}: {trouble.said}\n")
 
-    def _advance(self, job: Job, now: float) -> None:
+    def _advance(self, job, now):
         gone = [now - self._gone[node] for node in job.nodes if node in self._gone]
         if job.state == "RUNNING" and gone:
             if max(gone) > NOTICE_SECONDS:
@@ -224,7 +223,7 @@ class SmallSlurm:
                 if job.reason == "Resources":
                     self._place(job)
 
-    def _place(self, job: Job) -> None:
+    def _place(self, job):
         wanted = int(job.options.get("--nodes", "1"))
         idle = [node for node in self.idle() if node in _allowed(self.nodes, job.options)]
         if len(idle) >= wanted:
@@ -234,7 +233,7 @@ class SmallSlurm:
                 if other.state == "RUNNING" and other.options.get("--partition") != "high":
                     self._end(other, "PREEMPTED", again="--no-requeue" not in other.options)
 
-    def _start(self, job: Job, nodes: list[str]) -> None:
+    def _start(self, job, nodes):
         path = self.folder / f"script-{job.id}"
         path.write_text(job.script)
         path.chmod(0o755)
@@ -254,7 +253,7 @@ class SmallSlurm:
             )
         job.state, job.reason, job.nodes = "RUNNING", "None", nodes
 
-    def _end(self, job: Job, state: str, again: bool = False, number: signal.Signals = signal.SIGTERM) -> None:
+    def _end(self, job, state, again=False, number=signal.SIGTERM):
         """End what still runs of a job: SIGTERM, and SIGKILL later; then it is over, or waits again."""
         job.ended = time.strftime("%Y-%m-%dT%H:%M:%S")
         job.state, job.then, job.kill_at = "COMPLETING", state, time.monotonic() + KILL_WAIT_SECONDS
@@ -262,11 +261,11 @@ class SmallSlurm:
             job.then = "PENDING"
         self._send(job, number, batch=True)
 
-    def _fail(self, job: Job) -> None:
+    def _fail(self, job):
         self._end(job, "NODE_FAIL", again="--no-requeue" not in job.options, number=signal.SIGKILL)
         job.kill_at = 0.0
 
-    def _send(self, job: Job, number: signal.Signals | None, *, tasks: bool = True, batch: bool = False) -> int:
+    def _send(self, job, number, *, tasks=True, batch=False):
         """Signal the tasks of a job, its batch script, or with SIGKILL all that is left. How many there are."""
         found = 0
         for process in psutil.process_iter():
@@ -284,7 +283,7 @@ class SmallSlurm:
 
     # ---- the programs ------------------------------------------------------------------------------------------
 
-    def _sbatch(self, arguments: list[str], folder: str, environ: dict[str, str]) -> tuple[int, str, str]:
+    def _sbatch(self, arguments, folder, environ):
         words = list(arguments)
         given = [words.pop(0) for _ in list(words) if words and words[0].startswith("--")]
         options = _options(given)
@@ -300,7 +299,7 @@ class SmallSlurm:
         self._jobs[job.id] = job
         return 0, f"{job.id}\n", ""
 
-    def _squeue(self, arguments: list[str], folder: str, environ: dict[str, str]) -> tuple[int, str, str]:
+    def _squeue(self, arguments, folder, environ):
         said = dict(itertools.pairwise(arguments))
         jobs = list(self._jobs.values())
         if "-j" in said:
@@ -311,10 +310,10 @@ class SmallSlurm:
             jobs = [job for job in jobs if job.state not in OVER]
         return 0, "".join(_row(said["-o"], job) + "\n" for job in jobs), ""
 
-    def _sinfo(self, arguments: list[str], folder: str, environ: dict[str, str]) -> tuple[int, str, str]:
+    def _sinfo(self, arguments, folder, environ):
         return 0, "\n".join(self.idle()) + "\n", ""
 
-    def _scancel(self, arguments: list[str], folder: str, environ: dict[str, str]) -> tuple[int, str, str]:
+    def _scancel(self, arguments, folder, environ):
         options = _options([each for each in arguments if each.startswith("--")])
         for job in [self._jobs[each] for each in arguments if each in self._jobs]:
             if "--signal" in options:
@@ -330,7 +329,7 @@ class SmallSlurm:
                 self._end(job, "CANCELLED")
         return 0, "", ""
 
-    def _scontrol(self, arguments: list[str], folder: str, environ: dict[str, str]) -> tuple[int, str, str]:
+    def _scontrol(self, arguments, folder, environ):
         verb, *words = arguments
         values = dict(word.partition("=")[::2] for word in words)
         if words[0] == "hostnames":
@@ -354,11 +353,11 @@ class SmallSlurm:
             job.begins = time.monotonic() + float(delay)
         return 0, "", ""
 
-    def _node(self, name: str) -> str:
+    def _node(self, name):
         state = "DOWN" if name in self._down else "DOWN*" if name in self._gone else "IDLE"
         return f"NodeName={name} CoresPerSocket=1 State={state} Weight=1" + " Reason=test" * (state != "IDLE")
 
-    def _set_node(self, name: str, state: str) -> None:
+    def _set_node(self, name, state):
         if state == "resume":
             self._down.discard(name)
             return
@@ -368,17 +367,17 @@ class SmallSlurm:
                 self._fail(job)
 
 
-def _options(words: Sequence[str]) -> dict[str, str]:
+def _options(words):
     return dict(word.partition("=")[::2] for word in words)
 
 
-def _allowed(nodes: Sequence[str], options: dict[str, str]) -> list[str]:
+def _allowed(nodes, options):
     excluded = options.get("--exclude", "").split(",")
     wanted = options.get("--nodelist", ",".join(nodes)).split(",")
     return [node for node in nodes if node in wanted and node not in excluded]
 
 
-def _row(form: str, job: Job) -> str:
+def _row(form, job):
     waits_for = f"afterany:{job.dependency}(unfulfilled)" if job.dependency and job.state == "PENDING" else ""
     values = {"%i": job.id, "%A": job.id, "%T": job.state, "%r": job.reason, "%E": waits_for, "%N": ",".join(job.nodes)}
     values |= {"%e": job.ended or "N/A", "%o": " ".join(job.command)}

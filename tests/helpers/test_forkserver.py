@@ -1,12 +1,9 @@
 """Forked processes end as fresh interpreters do, and never outlive the client that asked for them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -26,12 +23,12 @@ from tests.helpers.forkserver import Python, programs, run
         ("import os; os._exit(13)", 13),
     ],
 )
-def test_it_ends_as_an_interpreter_does(code: str, returncode: int) -> None:
+def test_it_ends_as_an_interpreter_does(code, returncode):
     assert run("-c", code, capture_output=True).returncode == returncode
     assert subprocess.run([sys.executable, "-S", "-c", code], capture_output=True).returncode == returncode
 
 
-def test_it_gets_what_its_client_gives(tmp_path: Path) -> None:
+def test_it_gets_what_its_client_gives(tmp_path):
     script = tmp_path / "script.py"
     told = "print('told', file=sys.stderr)"
     script.write_text(f"import os, sys\nprint(input(), sys.argv, os.environ['NAME'], os.getcwd(), __file__)\n{told}")
@@ -43,7 +40,7 @@ def test_it_gets_what_its_client_gives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_program_ends_with_its_process_and_the_other_way_round(number: signal.Signals) -> None:
+def test_a_program_ends_with_its_process_and_the_other_way_round(number):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     with subprocess.Popen([programs() / "python", "-c", code], stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None

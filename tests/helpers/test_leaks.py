@@ -1,12 +1,8 @@
 """The guard sees each kind of thing that a test can leave behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +11,7 @@ from tests.helpers import leaks
 from tests.helpers.leaks import Leaks, Patches
 
 
-def test_nothing_is_left() -> None:
+def test_nothing_is_left():
     assert Leaks().left() == []
 
 
@@ -27,16 +23,14 @@ def test_nothing_is_left() -> None:
         (lambda stack, folder: stack.delenv("PATH"), "an environment variable: PATH"),
     ],
 )
-def test_what_is_changed_is_named(
-    leave: Callable[[pytest.MonkeyPatch, Path], None], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_changed_is_named(leave, told, tmp_path, monkeypatch):
     before = Leaks()
     leave(monkeypatch, tmp_path)
     (found,) = before.left()
     assert told in found
 
 
-def test_a_file_a_handler_and_a_thread_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_a_handler_and_a_thread_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(leaks, "WAIT_SECONDS", 0.0)
     before, ended = Leaks(), threading.Event()
     thread = threading.Thread(target=ended.wait, name="ckptman-left")
@@ -52,9 +46,9 @@ def test_a_file_a_handler_and_a_thread_are_named(tmp_path: Path, monkeypatch: py
     assert before.left() == []
 
 
-def test_patches_of_the_package_and_the_environment_are_undone() -> None:
+def test_patches_of_the_package_and_the_environment_are_undone():
     before, size = Patches(), checksums.BLOCK_BYTES
-    checksums.BLOCK_BYTES = 1  # type: ignore[misc]
+    checksums.BLOCK_BYTES = 1
     os.environ["CKPTMAN_ATTEMPT"] = "7"
     before.undo()
     assert size == checksums.BLOCK_BYTES

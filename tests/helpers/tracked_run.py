@@ -1,7 +1,5 @@
 """A run of six attempts with every kind of end and a rollback, whose trackers are looked at afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -17,7 +15,6 @@ import torch
 import ckptman
 from ckptman.catalog.rollback import execute, plan_rollback
 from ckptman.integrations.append_only import AppendOnlyTracker
-from ckptman.session.tracker_threads import Behind
 from tests.helpers.ranks import say, start_ranks
 
 SAVED_EVERY = 4
@@ -27,18 +24,18 @@ ATTEMPTS = [(10, "raise"), (15, "kill"), (18, "stop"), (23, "raise"), (15, "rais
 Make = Callable[[Path], Sequence[ckptman.Tracker]]
 
 
-def loss(step: int, attempt: int) -> float:
+def loss(step, attempt):
     """The loss of a step, which tells by whom it was done."""
     return step + attempt / 128
 
 
-def six_attempts(root: Path, make: Make) -> dict[int, float]:
+def six_attempts(root, make):
     """Run them, each with the trackers that `make(root)` returns, and return the loss of each step as it counts."""
-    counts: dict[int, float] = {}
+    counts = {}
     for number, (until, how) in enumerate(ATTEMPTS, 1):
         if number == 5:
             execute(root, partial(plan_rollback, root, ROLLBACK_TO), why="a test", by="it", time_seconds=time.time())
-        steps: list[int] = []
+        steps = []
         if how == "kill":
             with start_ranks(1, _killed, root, make, number, until, alone=True) as world:
                 steps += map(int, world.said(0))
@@ -52,14 +49,12 @@ def six_attempts(root: Path, make: Make) -> dict[int, float]:
     return counts
 
 
-def _killed(root: Path, make: Make, number: int, until: int) -> None:
+def _killed(root, make, number, until):
     os.environ.pop("WANDB_SERVICE", None)  # of the attempt before, which ran in another process
     attempt(root, make(root), number, until, "kill", lambda step: say(str(step)))
 
 
-def attempt(
-    root: Path, trackers: Sequence[ckptman.Tracker], number: int, until: int, how: str, done: Callable[[int], object]
-) -> None:
+def attempt(root, trackers, number, until, how, done):
     state = {"model": torch.nn.Linear(2, 2)}
     policy = ckptman.EverySteps(SAVED_EVERY) | ckptman.OnStop()
     with ckptman.Checkpointer(
@@ -87,7 +82,7 @@ def attempt(
                     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def drain(checkpointer: ckptman.Checkpointer) -> None:
+def drain(checkpointer):
     """Wait until the trackers have all that they are to get."""
     assert checkpointer._reporter is not None
     checkpointer._reporter.finish(wait=True)
@@ -98,7 +93,7 @@ def drain(checkpointer: ckptman.Checkpointer) -> None:
         assert not outlet.failed
 
 
-def settle(thread: Behind) -> None:
+def settle(thread):
     """Wait until a thread has made all calls that it was given."""
     done = threading.Event()
     thread.put(done.set)

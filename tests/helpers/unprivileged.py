@@ -1,7 +1,5 @@
 """`ckptman` as somebody whom permissions stop: root's rights are given up where a test has them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -10,9 +8,9 @@ import sys
 import pytest
 
 
-def ckptman(*arguments: object) -> subprocess.CompletedProcess[str]:
+def ckptman(*arguments):
     """Run a command to its end. Skips the test for a root that cannot give up its rights."""
-    dropped: list[str] = []
+    dropped = []
     if os.getuid() == 0:
         if shutil.which("setpriv") is None:
             pytest.skip("root may do everything, and there is no setpriv")

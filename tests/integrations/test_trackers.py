@@ -32,9 +32,6 @@ def uri_of(root):
     return f"sqlite:///{root.parent}/mlflow.db"
 
 
-# ---- Weights & Biases ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def wandb(monkeypatch):
     """The library, which knows nothing of other runs of this process."""
@@ -120,9 +117,6 @@ def test_what_was_uploaded_stays_after_a_rollback(tmp_path, wandb, caplog):
     [folder] = [each for each in tmp_path.glob("wandb/offline-run-*") if each != file.parent]
     history = of_kind(records(wandb, folder), "history")
     assert [(each["step"]["num"], each["item"]["loss"]) for each in history] == [(5, 2.0)]
-
-
-# ---- MLflow and TensorBoard ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

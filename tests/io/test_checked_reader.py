@@ -27,8 +27,6 @@ def evict(path):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
 SIZE, BLOCKS = 300_001, [512, 4096, 100_000, 1 << 20]
 PIECES = st.lists(
     st.tuples(
@@ -146,8 +144,6 @@ def test_ranges_that_are_none_are_refused(tmp_path, wanted):
     with pytest.raises(ValueError, match="x"):
         read_wanted(tmp_path, [wanted], None)
 
-
-# ---- reading what is not as it was -----------------------------------------------------------------------------------
 
 REMEDY = "restore an older checkpoint"
 

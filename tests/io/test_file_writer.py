@@ -67,9 +67,6 @@ def failing(number):
     return fail
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("own", [True, False])
 def test_a_file_holds_the_bytes_of_its_source(folder, threads, own):
@@ -194,9 +191,6 @@ def test_a_file_that_is_there_is_not_touched(tmp_path):
     with pytest.raises(FileExistsError):
         write_source(tmp_path / "x", Bytes(bytes(ALIGN_BYTES)), disk=DISK)
     assert (tmp_path / "x").read_bytes() == b"precious"
-
-
-# ---- threads and scratch ---------------------------------------------------------------------------------------------
 
 
 def test_scratch_is_used_again_and_bounded(tmp_path):

@@ -253,9 +253,6 @@ def test_without_any_memory_that_is_the_error(monkeypatch):
             done_by(run)
 
 
-# ---- waiting for another thread --------------------------------------------------------------------------------------
-
-
 def test_a_worker_does_one_task_after_the_other_and_hands_on_what_they_raise():
     seen = []
     with Worker("test") as worker:

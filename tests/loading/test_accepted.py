@@ -308,9 +308,6 @@ def test_a_model_without_a_name_as_torchtitan_saves_it(path):
     assert fresh["epoch"] == 5
 
 
-# ---- several ranks ---------------------------------------------------------------------------------------------------
-
-
 def on_two_ranks(folder):
     """Ranks with other patterns, and a name that only one of them has."""
     rank, path, told = dist.get_rank(), Path(folder, "step-0000000001"), []

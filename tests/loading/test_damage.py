@@ -118,9 +118,6 @@ def test_what_plain_dcp_wrote_may_be_cut_too(tmp_path, harm, reader):
     assert DATA in refusal(path, blank(), reader)
 
 
-# ---- digests that are right ------------------------------------------------------------------------------------------
-
-
 def forge(path, file, data):
     """Put other bytes in place of a file as a program does that keeps the manifest right."""
     raw = json.loads((path / "manifest.json").read_bytes())
@@ -158,9 +155,6 @@ def test_what_cannot_be_is_refused_though_every_digest_is_right(path, reader):
     state = blank()
     load(state, path, reader)  # "no known payload": the container is read as torch reads it
     assert differing(state, tensors()) == []
-
-
-# ---- disks and runs --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

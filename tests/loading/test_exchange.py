@@ -162,9 +162,6 @@ def test_nothing_is_exchanged_between_nodes(tmp_path):
     assert [found["hsdp"][2] for found in ranks] == [set()] * 4, "its replicas are on other nodes"
 
 
-# ---- ranks that have not the same ------------------------------------------------------------------------------------
-
-
 def load_what_some_have(path):
     """Each pair of ranks has a mesh of its own and tensors of its own, as stages of a pipeline do."""
     rank = dist.get_rank()
@@ -241,9 +238,6 @@ def test_ranks_that_see_different_checkpoints_load_none_of_them(tmp_path):
         assert "'position': 0" in told
 
 
-# ---- tensors that are not plain --------------------------------------------------------------------------------------
-
-
 def quantized(fill):
     return torch.quantize_per_tensor(torch.full((5000,), float(fill)), 0.125, 3, torch.qint8)
 
@@ -273,9 +267,6 @@ def test_tensors_that_are_not_plain(tmp_path):
     four_bits = noise(torch.uint8, 600, 64).view(torch.float4_e2m1fn_x2)
     ckptman.save({"q": quantized(1.5), "c": noise(torch.complex64, 60, 70), "x": four_bits}, tmp_path / "x")
     assert run_ranks(2, load_what_is_not_plain, str(tmp_path / "x"), limit=30) == [[True] * 3] * 2
-
-
-# ---- damage and errors -----------------------------------------------------------------------------------------------
 
 
 def be_refused(path):

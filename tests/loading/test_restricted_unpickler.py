@@ -55,8 +55,6 @@ def refused(data, why="was refused"):
         load_plain(io.BytesIO(data), "the value x")
 
 
-# ---- values of numpy ---------------------------------------------------------------------------------------------
-
 ARRAYS = {
     **{
         f"{order}{code}": np.arange(12).astype(f"{order}{code}").reshape(3, 4)
@@ -212,9 +210,6 @@ def test_a_sparse_tensor_points_to_none_but_its_own_elements():
     assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
 
 
-# ---- what .metadata is made of -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", ["../../x", "/etc/passwd", "a/../../x", "", "a//b"])
 def test_what_is_described_is_in_the_folder(plain, path):
     hostile_foreign.place("x.one", relative_path=path)(plain)
@@ -269,9 +264,6 @@ def test_what_torch_loads_late_stays_unloaded(tmp_path):
     assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip() == "[]"
 
 
-# ---- archives ----------------------------------------------------------------------------------------------------
-
-
 def test_torch_and_zipfile_read_the_same_archive():
     """Of two archives in one file torch would read the one that zipfile does not, and a pickle ahead of one."""
     deceiving = hostile_foreign.two_directories(2)
@@ -313,9 +305,6 @@ def test_an_archive_ends_where_its_directory_does():
             records(io.BytesIO(changed))
             pytest.fail(name)
         refused(changed)
-
-
-# ---- links and pipes ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])

@@ -47,8 +47,6 @@ def why_not(records, policy, step):
     return next(each.reasons for each in plan(records, policy) if each.record.step == step and not each.keep)
 
 
-# ---- what stays whatever the rules say -------------------------------------------------------------------------------
-
 VERIFIED = {"verified": True}
 ABANDONED = {"abandoned": "abandoned by the rollback to step 20"}
 INFINITE = {"metrics": {"norm": math.inf}, "nonfinite_metrics": ("norm",)}
@@ -144,8 +142,6 @@ def test_what_is_coming_counts_and_the_newest_there_is_stays():
     assert list(reasons(run(5), KeepLast(1), coming=coming)) == [50]
     assert list(reasons(run(5), AtMost(bytes=3 * GB), coming=coming)) == [40, 50]
 
-
-# ---- a long run ------------------------------------------------------------------------------------------------------
 
 RULE_SETS = [
     KeepLast(3),
@@ -311,9 +307,6 @@ def test_pruning_after_every_save_leaves_what_one_plan_over_all_would(steps, eve
     for each in everything:
         on_disk = [verdict.record for verdict in plan([*on_disk, each], policy) if verdict.keep]
     assert on_disk == [verdict.record for verdict in plan(everything, policy) if verdict.keep]
-
-
-# ---- rules that cannot be meant delete nothing -----------------------------------------------------------------------
 
 
 class Own(RetentionPolicy):

@@ -51,9 +51,6 @@ class Odd(RetentionPolicy):
         return {each.sequence: "odd" for each in records if each.step % 20}
 
 
-# ---- the reasons of each rule ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("rule", "records", "reasons"),
     [
@@ -130,9 +127,6 @@ def test_a_time_is_known_from_1970_to_the_end_of_9999():
     assert [is_known_time(seconds) for seconds in (-1, 0, 1, latest - 1, latest)] == [False, False, True, True, False]
 
 
-# ---- any history -----------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def histories(draw):
     """Checkpoints in any order, with rollbacks (steps that go back), gaps in the sequence, and missing metrics."""
@@ -164,9 +158,6 @@ def test_each_rule_does_what_its_docstring_says(records, number):
         same = [other for other in records if other.step // number == each.step // number]
         assert each.step == min(other.step for other in same)
         assert each.sequence == max(other.sequence for other in same if other.step == each.step)
-
-
-# ---- unions and limits -----------------------------------------------------------------------------------------------
 
 
 def test_a_union_is_flat_and_reads_like_what_was_written():
@@ -216,9 +207,6 @@ def test_a_percentage_is_of_the_disk():
     assert in_bytes(None, 5) is None
 
 
-# ---- stored ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "policy",
     [
@@ -258,9 +246,6 @@ def test_a_users_own_rule_is_named_and_cannot_be_restored():
 def test_rubbish_is_no_stored_policy(data):
     with pytest.raises(ConfigError):
         from_data(data)
-
-
-# ---- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, math.nan, math.inf, True, "3", None])

@@ -232,9 +232,6 @@ def test_kills_at_random_moments_lose_nothing_that_was_written(kills, tmp_path):
     assert len(path.read_bytes().splitlines()) == len(events) + torn
 
 
-# ---- its size --------------------------------------------------------------------------------------------------------
-
-
 def test_of_a_journal_that_is_too_long_the_last_events_are_read(tmp_path, monkeypatch):
     path = tmp_path / "journal.jsonl"
     path.write_text("".join(json.dumps({"time": 1.0, "event": "saved", "step": step}) + "\n" for step in range(100)))

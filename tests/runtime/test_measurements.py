@@ -20,8 +20,6 @@ from ckptman.runtime.outcome import reported_nodes
 from ckptman.session.timings import Timings
 from tests.helpers.faulty_disk import saving_to
 
-# ---- the journal -----------------------------------------------------------------------------------------------------
-
 
 def durable(*seconds):
     return [{"time": 1.0, "event": "save_durable", "attempt": 1, "step": 1, "seconds": each} for each in seconds]
@@ -114,8 +112,6 @@ def test_start_up_is_that_of_the_first_attempt_of_the_job_from_then_on():
     assert start_up(events, "11", 0.0) == StartUp(700.0), "its number was taken once more: a line got lost"
     assert start_up(events, "7", 401.0) == start_up(events, "10", 0.0) == StartUp()
 
-
-# ---- attempts --------------------------------------------------------------------------------------------------------
 
 STEP_SECONDS = 1.0
 

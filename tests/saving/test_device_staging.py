@@ -107,9 +107,6 @@ def test_no_thread_makes_a_context_on_a_device_of_another_rank(device, stager):
     assert device.contexts == {1}
 
 
-# ---- tensors of classes of their own, and values that hold tensors ---------------------------------------------------
-
-
 def test_a_tensor_made_of_others_is_copied_to_the_host_with_the_rest(device, stager):
     three = Three(device)
     parts = device.tensor(torch.full((5,), 1.0)), device.tensor(torch.full((5,), 2.0))
@@ -124,9 +121,6 @@ def test_a_tensor_made_of_others_is_copied_to_the_host_with_the_rest(device, sta
     assert isinstance(special, TwoTensor)
     assert [each.unique().tolist() for each in (special.a, special.b)] == [[7.0], [2.0]]
     assert not isinstance(special.a, OnDevice), "nothing is asked of the device when it is pickled"
-
-
-# ---- pinned memory ---------------------------------------------------------------------------------------------------
 
 
 def test_pinned_memory_is_given_up_while_it_is_mapped(device, stager):
@@ -184,9 +178,6 @@ def test_a_fork_leaves_the_memory_of_a_slot_what_it_is(memfd):
     slot.close()
 
 
-# ---- what goes wrong -------------------------------------------------------------------------------------------------
-
-
 def failing_put(monkeypatch, at):
     put, calls = staging.put, []
 
@@ -235,9 +226,6 @@ def test_a_device_that_fails_in_the_middle_of_a_copy_fails_the_save(device, stag
     with pytest.raises(RuntimeError, match="illegal memory access"):
         stager.stage(three.file, three.memory, {three.number("b")} if overlap else set()).wait()
     device.error = None
-
-
-# ---- optimizers, and graphs ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -305,9 +293,6 @@ def test_a_graph_can_be_captured_while_a_save_is_being_copied(device, tmp_path, 
         device.synchronize()
     check_saved(tmp_path, device, {1: kept})
     assert "second.weight" in differing_values(values_of(device, run.tensors()), values_of(device, kept))
-
-
-# ---- saves that block ------------------------------------------------------------------------------------------------
 
 
 def saved_and_loaded(device, root, values):

@@ -206,9 +206,6 @@ def test_every_code_that_means_full_is_known():
     assert set(FULL) == {errno.ENOSPC, errno.EDQUOT}
 
 
-# ---- a disk that really is full --------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def small_mount(tmp_path):
     """A tmpfs with room for three checkpoints and a half."""
@@ -233,9 +230,6 @@ def test_a_file_system_that_is_full(small_mount, async_save):
     state = {"x": {"w": torch.empty(TENSOR_BYTES // 4)}}
     ckptman.load(state, root / step_folder(8))
     assert torch.all(state["x"]["w"] == 8)
-
-
-# ---- the thread that removes -----------------------------------------------------------------------------------------
 
 
 def test_what_is_to_go_is_removed_behind_the_run(tmp_path):

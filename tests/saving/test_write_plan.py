@@ -109,9 +109,6 @@ def test_pieces_do_not_depend_on_the_order_in_which_boxes_come():
         assert forward == backward
 
 
-# ---- with the other ranks --------------------------------------------------------------------------------------------
-
-
 class Line:
     """Stands for the channels of all ranks, each in a thread."""
 

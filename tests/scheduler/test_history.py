@@ -134,9 +134,6 @@ def test_reports_of_nodes(tmp_path):
     assert len(found["n1"]) <= 500
 
 
-# ---- The warning ----------------------------------------------------------------------------------------------------
-
-
 def measured(root, seconds):
     journal = Journal(journal_path(root))
     journal_path(root).parent.mkdir(parents=True, exist_ok=True)
@@ -168,9 +165,6 @@ def test_a_warning_of_ones_own_that_is_too_late_is_told(tmp_path, fake, own, tol
     assert warned_too_late(chain) == ""
     _, said = attempt(chain, fake, 1)
     assert any(f"warns {own} s before the end" in each and "--signal=B:USR2@210" in each for each in said) is told
-
-
-# ---- The checkpoints, and the time ----------------------------------------------------------------------------------
 
 
 def stopped_under(root, step=5):
@@ -270,9 +264,6 @@ def test_the_end_of_a_killed_attempt_is_what_slurm_says(tmp_path, fake):
     assert ended(chain, 1).ended_seconds == NOW + 20
 
 
-# ---- Arrays ---------------------------------------------------------------------------------------------------------
-
-
 def test_each_task_of_an_array_becomes_a_chain(tmp_path, fake, capsys):
     script = tmp_path / "train.sbatch"
     script.write_text("#!/bin/bash\n#SBATCH --time=5 --array=1,3\ntrue\n")
@@ -300,9 +291,6 @@ def test_tasks_that_were_not_taken_are_named(tmp_path, fake, capsys):
     fake.plan("sbatch", (0, "105", ""))
     assert main(["submit", "--chain-dir", "rest", "--sbatch", "--array=2,3,4", str(script)]) == 0
     assert {path.name for path in tmp_path.glob("rest-*")} == {"rest-task2", "rest-task3", "rest-task4"}
-
-
-# ---- When something else is wrong at the beginning ------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -32,9 +32,6 @@ def fake(tmp_path):
     return FakeSlurm(tmp_path / "bin")
 
 
-# ---- Batch scripts --------------------------------------------------------------------------------------------------
-
-
 def test_directives_end_at_the_first_command():
     script = parse(
         "#!/bin/bash -l\n# words\n#SBATCH --time=1:00:00 -N 2\n\n#SBATCH -J 'a name'  # why\n#SBATCH --requeue\n"
@@ -76,9 +73,6 @@ def test_the_batch_file_holds_the_directives_and_quotes_what_it_names():
     lines = batch_file(script, "s", "/opt/a python", "/a/$(touch x)/'chain'").splitlines()
     assert lines[:2] == ["#!/bin/bash", "#SBATCH --time=5"]
     assert lines[-1].startswith("cd '/a/$(touch x)/'\"'\"'chain'\"'\"'' && exec '/opt/a python' -m ckptman.scheduler")
-
-
-# ---- Submitting -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("out", ["17\n", "17;cluster\n", "a word of the site\n17\n"])
@@ -160,9 +154,6 @@ def test_a_call_that_hangs_counts_as_lost(fake, monkeypatch):
     assert len(fake.argv("scancel")) == 2
 
 
-# ---- Asking ---------------------------------------------------------------------------------------------------------
-
-
 def test_jobs_by_id(fake):
     rows = "1|RUNNING|None||/c/batch.sh 1\n2|PENDING|Dependency|afterany:1(unfulfilled)|/c|d/batch.sh 2\nnoise\n"
     fake.plan("squeue", (0, rows, ""))
@@ -208,9 +199,6 @@ def test_no_trace_of_the_job_that_submits(fake):
         "HOME": "/home/me",
         "SBATCH_ACCOUNT": "mine",
     }
-
-
-# ---- Options: time limits, warnings, arrays, and which of several settings counts ------------------------------------
 
 
 @pytest.mark.parametrize(

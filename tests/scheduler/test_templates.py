@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -436,36 +435,3 @@ def test_lists(capsys):
     assert main(["template", "lumi", "--list", "--json"]) == 0
     keys = {each["key"]: each["default"] for each in json.loads(capsys.readouterr().out)["keys"]}
     assert keys["nodes"] == 1
-
-
-def test_a_wheel_has_them(tmp_path):
-    pytest.importorskip("hatchling")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True, timeout=60)
-    [wheel] = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    # As installed: the package alone, no checkout beside it.
-    code = (
-        "import sys, ckptman; print(ckptman.__file__); from ckptman.cli.app import main; sys.exit(main(sys.argv[1:]))"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code, "template", "lumi"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    where, _, text = ran.stdout.partition("\n")
-    assert where == str(tmp_path / "site/ckptman/__init__.py")
-    assert text == script("lumi"), ran.stderr
-
-
-def test_the_verb_loads_no_torch():
-    code = (
-        "import sys; from ckptman.cli.app import main; main(['template', 'lumi']); "
-        "print({'torch', 'numpy', 'rich'} & set(sys.modules))"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ran.stdout.endswith("\nset()\n")

@@ -288,9 +288,6 @@ def test_a_saved_step_is_handed_on_at_once(tmp_path, monkeypatch):
         assert [step for step, _ in tracker.of("log")] == [1, 2, 3, 4, 5]
 
 
-# ---- The thread of a tracker -----------------------------------------------------------------------------------------
-
-
 class NoTextError(Exception):
     def __str__(self):
         raise ValueError("no text")

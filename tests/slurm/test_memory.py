@@ -63,9 +63,6 @@ def sources(scene):
     return [(int(step), "memory" if memory else "disk") for step, memory in found]
 
 
-# ---- What happens ---------------------------------------------------------------------------------------------------
-
-
 def kill_rank(job, dice):
     dice.choice(list(ranks(job).values())).kill()
 

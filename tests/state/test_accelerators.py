@@ -23,9 +23,6 @@ def device(monkeypatch):
         yield made
 
 
-# ---- the pretended device --------------------------------------------------------------------------------------------
-
-
 def test_a_copy_that_nobody_waited_for_is_not_there(device):
     source, target = device.tensor(torch.ones(10)), torch.empty(10, pin_memory=True).zero_()
     with device.main.held():
@@ -85,9 +82,6 @@ def test_a_device_that_has_failed_stays_so(device):
             device.main.synchronize()
     with pytest.raises(RuntimeError, match="division by zero"):
         tensor.add_(1)
-
-
-# ---- uploads ---------------------------------------------------------------------------------------------------------
 
 
 def test_uploads_pass_through_a_few_buffers_and_are_there_in_the_end(device):

@@ -21,9 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is ex
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5, 7), (2, 3, 4, 5, 6), (1, 1, 1), (100_003,)]
 
 
-# ---- containers ------------------------------------------------------------------------------------------------------
-
-
 def container_of(tensor):
     frame = frame_of(tensor.dtype, tuple(tensor.shape))
     payload = bytes(bits(tensor).numpy())
@@ -168,9 +165,6 @@ def test_what_is_long_is_not_kept_when_it_is_pickled(value):
     assert image._pickled_plain.cache_info().currsize == kept
 
 
-# ---- images ----------------------------------------------------------------------------------------------------------
-
-
 def whole_of(parts, memory, size):
     """The file that the parts make, put together byte by byte."""
     whole = bytearray(size)
@@ -272,9 +266,6 @@ def test_a_layout_leaves_no_two_things_at_one_place():
     spans += [(at.offset, at.offset + at.bytes) for at in (layout.add_bytes(dice.randbytes(77)) for _ in range(9))]
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     assert layout.end <= layout.page_end() < layout.end + 4096
-
-
-# ---- ranges of tensors -----------------------------------------------------------------------------------------------
 
 
 def views():

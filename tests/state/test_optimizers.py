@@ -45,9 +45,6 @@ def train(state):
     state["optimizer"].step(loss)
 
 
-# ---- kinds of optimizers ---------------------------------------------------------------------------------------------
-
-
 class Experts(nn.Module):
     """One of two experts never gets a gradient."""
 
@@ -208,9 +205,6 @@ def test_an_optimizer_without_its_module_is_refused(tmp_path):
     del state["model"]
     with pytest.raises(ckptman.ConfigError, match="not the module whose parameters it updates"):
         save(tmp_path, state)
-
-
-# ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
 @in_both_ways
