@@ -275,6 +275,7 @@ def scene(tmp_path_factory):
 @pytest.mark.parametrize(("command", "code", "words"), REFUSALS, ids=[each[0][:60] for each in REFUSALS])
 def test_a_refusal_has_its_code_and_one_message(command, code, words, scene, monkeypatch, capsys):
     monkeypatch.chdir(scene)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of the program that `probe` imports
     before = _tree(scene)
     assert main(shlex.split(command)) == code
     told = capsys.readouterr()
