@@ -38,7 +38,7 @@ def impurities(where, tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names if name.name.split(".")[0] not in PURE_MODULES)
-        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] not in PURE_MODULES:
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module.split(".")[0] not in PURE_MODULES:
             yield node.module
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in IMPURE_CALLS:
             yield ast.unparse(node.func)
@@ -67,9 +67,14 @@ def durable_calls_elsewhere(where, tree):
             of_os = ast.unparse(node.value) in ("os", "shutil")
             if node.attr in FILE_CALLS or (node.attr in ("replace", "remove") and of_os):
                 yield ast.unparse(node)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".replace"):
-            # `path.replace(target)` has one argument, `text.replace(old, new)` has two, `dataclasses.replace` keywords.
-            yield from [ast.unparse(node.func)] * (len(node.args) == 1 and not node.keywords)
+        elif isinstance(node, ast.Call) and _is_replace_of_a_path(node):
+            yield ast.unparse(node.func)
+
+
+def _is_replace_of_a_path(call):
+    """`path.replace(target)` has one argument, `text.replace(old, new)` two, `dataclasses.replace` keywords."""
+    is_replace = isinstance(call.func, ast.Attribute) and call.func.attr == "replace"
+    return is_replace and len(call.args) == 1 and not call.keywords
 
 
 def names_from_the_top(where, tree):

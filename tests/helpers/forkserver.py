@@ -268,6 +268,7 @@ def serve(listener, owner):
                 _tell(connection, pid)
             elif key.data == "owner":
                 _end_all(os.environ[OWNER_ENV])
+                shutil.rmtree(folder(), ignore_errors=True)
                 sys.exit(0)
             elif isinstance(key.fileobj, socket.socket):  # a client says nothing more, so it is gone
                 waiting.unregister(key.fileobj)
