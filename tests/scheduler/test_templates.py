@@ -59,7 +59,9 @@ def bash(text, folder, *arguments, **environ):
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name, body in {
-        "srun": 'printf "<%s>" "$@"; echo; env | sort; printf "strange<%s>\\n" "${STRANGE-}"; exit "${CODE:-0}"',
+        # Two that run at once tell one after the other.
+        "srun": 'exec 9< "$0"; flock 9; printf "<%s>" "$@"; echo; env | sort; printf "strange<%s>\\n" "${STRANGE-}"; '
+        'exit "${CODE:-0}"',
         "scontrol": "printf 'n7\\nn8\\n'",
         "squeue": 'echo "${END-2037-01-02T03:04:05}"; echo "squeue $*" >&2',
         "sinfo": "printf 'n7 mix\\nn7 mix\\nn8 down*\\nn9 idle*\\n'",
