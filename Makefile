@@ -33,7 +33,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("ckptman needs Python 3.10 or newer: make setup PYTHON=python3.11") if sys.version_info < (3, 10) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/torch==$(TORCH)/; /^torch==newest$$/d' constraints.txt >$(VENV)/constraints.txt
-	$(BIN)/python -m pip install $(QUIET) --constraint $(VENV)/constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install $(QUIET) --no-compile --constraint $(VENV)/constraints.txt --editable '.[dev]'
+	# pip compiles on one core, and a sixth of it are models that nobody here imports. Templates do not compile: no error.
+	$(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib || true
 	touch $@
 
 # nvidia-resiliency-ext depends on pynvml, whose presence alone makes torch warn; its writer does without.

@@ -118,13 +118,13 @@ def attempt(part: Part, folder: Path, steps: int) -> None:
         try:
             if part.event != "finish":
                 wait_for_step(part, folder, launcher, log)
-                victim = a_worker(launcher.pid)
+                victim = a_worker(folder)
                 name = "SIGTERM" if part.event == "stop" else "SIGKILL"
                 say(f"   step {part.at_step} is done: {name} to process {victim.pid}, one of {part.processes}")
                 victim.send_signal(signal.Signals[name])
             launcher.wait(timeout=180)
         finally:
-            end_all(launcher)
+            end_all(launcher, folder)
     part.ended = time.time()
     for line in log.read_text(errors="replace").splitlines():
         if "ckptman: " in line or "parameters on" in line:
@@ -142,20 +142,22 @@ def wait_for_step(part: Part, folder: Path, launcher: subprocess.Popen[bytes], l
         time.sleep(0.05)
 
 
-def a_worker(launcher: int) -> psutil.Process:
+def a_worker(folder: Path) -> psutil.Process:
     """The process of the last rank: not the leader, so that the others have to be told."""
-    workers = [
-        (int(each.environ()["RANK"]), each)
-        for each in psutil.Process(launcher).children(recursive=True)
-        if "RANK" in each.environ() and "ckptman.train" in each.cmdline()
-    ]
-    return max(workers, key=lambda worker: worker[0])[1]
+    ranks = [(int(each.environ()["RANK"]), each) for each in processes(folder) if "RANK" in each.environ()]
+    return max(ranks, key=lambda rank: rank[0])[1]
 
 
-def end_all(launcher: subprocess.Popen[bytes]) -> None:
+def processes(folder: Path) -> list[psutil.Process]:
+    """torchrun and the ranks that work in this folder."""
+    setting = f"checkpoint.root={folder / 'checkpoints'}"
+    return [each for each in psutil.process_iter(["cmdline"]) if setting in (each.info["cmdline"] or [])]
+
+
+def end_all(launcher: subprocess.Popen[bytes], folder: Path) -> None:
     """Leave nothing behind, whatever happened."""
     if launcher.poll() is None:
-        for each in psutil.Process(launcher.pid).children(recursive=True):
+        for each in processes(folder):
             each.kill()
         launcher.kill()
         launcher.wait()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -32,6 +33,12 @@ def _nothing_is_left(request):
     before = Leaks(marker.args if marker else ())
     yield
     assert before.left() == []
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """What the product starts as `sys.executable` is forked, and does not import torch anew."""
+    monkeypatch.setattr(sys, "executable", str(forkserver.programs() / "python"))
 
 
 def pytest_addoption(parser):

@@ -110,7 +110,10 @@ class Python(subprocess.Popen[Any]):
         ready = selectors.DefaultSelector()
         ready.register(self._connection, selectors.EVENT_READ)
         if ready.select(seconds):
-            self.returncode = os.waitstatus_to_exitcode(receive_number(self._connection))
+            try:
+                self.returncode = os.waitstatus_to_exitcode(receive_number(self._connection))
+            except ConnectionError:
+                self.returncode = -signal.SIGKILL  # the server ends them all when it ends
             self._connection.close()
         ready.close()
 
