@@ -73,6 +73,14 @@ def programs():
     return folder() / "bin"
 
 
+def worker_of(program):
+    """The process that does the work of one of `programs`, which alone can be stopped or put elsewhere."""
+    with suppress(psutil.Error):
+        word, _, pid = program.name().partition("-")
+        return psutil.Process(int(pid)) if word == "for" else program
+    return program
+
+
 class Python(subprocess.Popen[Any]):
     """`python ARGUMENTS...`, forked from the server: everything else is as in `subprocess.Popen`.
 

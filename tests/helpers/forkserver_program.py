@@ -39,6 +39,8 @@ def main(python, script, folder):
             pass
     _ask(connection, arguments, ignored, folder + "/bin/python")
     pids.append(_number(connection))
+    with open("/proc/self/comm", "w") as name:  # no blank: Slurm would not signal it
+        name.write(f"for-{pids[0]}")
     for number in early:
         os.kill(pids[0], number)
     status = _number(connection)

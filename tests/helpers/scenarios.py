@@ -129,7 +129,7 @@ class Scene:
         for process in psutil.process_iter():
             try:
                 environ = process.environ()
-                mine = environ.get("SLURM_JOB_ID") == job and process.name().startswith("python")
+                mine = environ.get("SLURM_JOB_ID") == job and process.name().startswith(("python", "for-"))
                 if mine and any(self.program in word for word in process.cmdline()):
                     found.setdefault(int(environ.get("SLURM_PROCID", "0")), process)
             except psutil.Error:

@@ -43,11 +43,10 @@ def paced(seconds):
     return f"{Path(__file__).with_name('paced.py')} {seconds}"
 
 
-def script(folder, tokens, *, program=TRAIN, python="", minutes=5, **settings):
+def script(folder, tokens, *, program=TRAIN, minutes=5, **settings):
     """A batch script of the loop.
 
     Args:
-        python: what runs it; a forked process unless it is given: that cannot be stopped by SIGSTOP.
         settings: keys of its configuration, with __ for the dot.
     """
     (folder / "run.toml").write_text("")
@@ -55,7 +54,7 @@ def script(folder, tokens, *, program=TRAIN, python="", minutes=5, **settings):
     path = folder / "train.sbatch"
     path.write_text(
         BODY.format(
-            python=python or programs() / "python",
+            python=programs() / "python",
             program=program,
             minutes=minutes,
             settings=" ".join(f"--set {name}={value}" for name, value in values.items()),

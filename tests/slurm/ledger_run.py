@@ -73,8 +73,8 @@ def main(plan):
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(STEP_SECONDS)
-            log.write(json.dumps({"attempt": number, "step": step, "seconds": time.time() - begun}) + "\n")
             checkpointer.step(step, metrics={"loss": loss})
+            log.write(json.dumps({"attempt": number, "step": step, "seconds": time.time() - begun}) + "\n")
             if step == start + OWN_STEPS:
                 if kind == "finished":
                     break

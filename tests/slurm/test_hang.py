@@ -1,6 +1,5 @@
 """A rank of the bundled loop is stopped (SIGSTOP) on a real Slurm: noticed, told, and over in the stated time."""
 
-import sys
 import time
 from itertools import pairwise
 
@@ -9,6 +8,7 @@ import pytest
 from ckptman.format.paths import journal_path, stacks_path
 from ckptman.policies.hang_timeout import Patience
 from ckptman.runtime.journal import read_journal
+from tests.helpers.forkserver import worker_of
 from tests.slurm.bundled import begin, check, script, trains
 
 PATIENCE = Patience(5.0)
@@ -34,9 +34,9 @@ SPARE_SECONDS = 10.0
 def test_a_rank_that_is_stopped(lab, tokens, whole, tmp_path, rank, known, telling_seconds):
     # Far from any save: there the limits of the ranks are the same. The one at step 20 is the progress of the attempt.
     settings = {"run__watchdog_seconds": PATIENCE.floor_seconds, "checkpoint__every_steps": SAVED_EVERY}
-    scene = begin(lab, script(tmp_path, tokens, python=sys.executable, **settings))
+    scene = begin(lab, script(tmp_path, tokens, **settings))
     job = trains(scene, tmp_path, 1, own_steps=SAVED_EVERY + 4)
-    scene.ranks(job)[rank].suspend()
+    worker_of(scene.ranks(job)[rank]).suspend()
     stopped = time.time()
     scene.until_ended(1, LAST_SECONDS + 30)
     longest = max(later["time"] - each["time"] for each, later in pairwise(read_journal(tmp_path / "steps.jsonl")[0]))

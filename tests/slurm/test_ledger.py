@@ -5,7 +5,6 @@ import os
 import random
 import re
 import shlex
-import sys
 import time
 from contextlib import suppress
 from datetime import datetime
@@ -17,6 +16,7 @@ from ckptman.cli.app import main
 from ckptman.monitoring import ledger as ledger_module
 from ckptman.monitoring.ledger import KINDS
 from ckptman.monitoring.report import read_reports
+from tests.helpers.forkserver import programs
 from tests.helpers.scenarios import Scene, script, submit
 from tests.slurm.ledger_run import OWN_STEPS, SILENT_SECONDS, STEP_SECONDS, WATCHDOG_SECONDS
 
@@ -48,7 +48,7 @@ def test_every_kind_of_end(lab, tmp_path, monkeypatch, count):
     plan = ["stopped", *chance.sample(ENDINGS[1:], min(count - 1, len(ENDINGS) - 1))]
     plan += [chance.choice(ENDINGS) for _ in range(count - len(plan))]
     (tmp_path / "plan").write_text(json.dumps(plan))
-    program = shlex.join([sys.executable, str(Path(__file__).with_name("ledger_run.py")), "plan"])
+    program = shlex.join([str(programs() / "python"), str(Path(__file__).with_name("ledger_run.py")), "plan"])
     chain = submit(script(tmp_path, f"exec {program}"), "--crash-limit", "100", "--stall-limit", "100")
     scene = Scene(lab, chain, "ledger_run.py")
     is_rolled_back = False
@@ -114,7 +114,9 @@ def test_every_kind_of_end(lab, tmp_path, monkeypatch, count):
         f"the ledger's: {ledger.seconds['training']:.1f}, {ledger.seconds['repeated']:.1f}, {ledger.held_seconds:.1f} s"
     )
     assert ledger.goodput is not None
-    assert ledger.seconds["training"] == pytest.approx(trained, rel=0.05)
+    # The loop's own clock counts the waits for saves as well.
+    assert 0.98 * ledger.seconds["training"] <= trained
+    assert trained <= 1.02 * (ledger.seconds["training"] + ledger.seconds["saving"])
     # This Slurm keeps no accounts that could be asked, and writes down whole seconds; the chain's own begin when its
     # first line runs. So each job may be off by a second and a half, which is much for jobs of eight.
     off = 1.5 * len(slurm)

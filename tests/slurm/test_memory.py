@@ -21,6 +21,7 @@ import pytest
 
 from ckptman.format.paths import MEMORY_PATH, journal_path, step_folder
 from ckptman.runtime.journal import read_journal
+from tests.helpers.forkserver import worker_of
 from tests.helpers.scenarios import Scene
 from tests.slurm.bundled import check, trains
 from tests.slurm.cluster import Cluster
@@ -81,7 +82,7 @@ def kill_launcher(job, dice):
 
 def run_out_of_memory(job, dice):
     """A rank gets a control group without memory, and the kernel ends it."""
-    process = dice.choice(list(ranks(job).values()))
+    process = worker_of(dice.choice(list(ranks(job).values())))
     group = Path(f"/sys/fs/cgroup/memory/ckptman-test-{process.pid}")
     group.mkdir()
     try:
@@ -96,7 +97,7 @@ def run_out_of_memory(job, dice):
 
 def stop_rank(job, dice):
     """It is silent, until its watchdog or that of the others ends it."""
-    dice.choice(list(ranks(job).values())).send_signal(signal.SIGSTOP)
+    worker_of(dice.choice(list(ranks(job).values()))).send_signal(signal.SIGSTOP)
 
 
 KINDS = {

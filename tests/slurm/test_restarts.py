@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from tests.helpers.forkserver import worker_of
 from tests.slurm.bundled import INTERVAL, check, trains
 from tests.slurm.torchrun_chain import begin, node_of, programs, ranks, starts
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("programs")]
 def test_ranks_are_restarted_within_the_job(lab, tokens, whole, tmp_path, number, settings):
     scene = begin(lab, tmp_path, tokens, "restarts=2", **settings)
     job = trains(scene, tmp_path, 1)
-    ranks(job)[3].send_signal(number)
+    worker_of(ranks(job)[3]).send_signal(number)
     scene.finishes(200)
     assert len(scene.chain.attempts()) == 1, scene.log()
     assert starts(tmp_path) == [job, job]

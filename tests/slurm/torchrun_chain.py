@@ -12,6 +12,7 @@ from ckptman.cli.app import main
 from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
 from ckptman.scheduler.chain_record import find_chains
+from tests.helpers import forkserver
 from tests.helpers.scenarios import Scene
 from tests.slurm.bundled import SHAPE, paced
 
@@ -32,11 +33,12 @@ def programs(lab, tmp_path, monkeypatch):
         pytest.skip("torchrun is not beside this Python")
     places = [Path(each) / "scontrol" for each in os.environ["PATH"].split(os.pathsep)]
     real = next(each for each in places if each.exists())
+    forked = forkserver.programs()
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in {
-        "python": LAUNCHER.format(program=PYTHON),
-        "torchrun": LAUNCHER.format(program=PYTHON.with_name("torchrun")),
+        "python": LAUNCHER.format(program=forked / "python"),
+        "torchrun": LAUNCHER.format(program=forked / "torchrun"),
         "scontrol": SCONTROL.format(real=real),
     }.items():
         (folder / name).write_text(text)
