@@ -14,7 +14,7 @@ from ckptman.cli.app import main
 from ckptman.dcp.adopt import adopt
 from tests.helpers.checkpoints import flip_byte
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process")
+pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.filterwarnings("ignore:.*in a single process")]
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from ckptman.errors import NotFoundError
 from ckptman.format import safetensors
 from tests.helpers.checkpoints import commit
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 LIGHTNING = "epoch=0-step=5.ckpt"
 WEIGHTS = "checkpoint-500/model.safetensors"
 TRAINER_STATE = "checkpoint-500/trainer_state.json"

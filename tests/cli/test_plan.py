@@ -12,6 +12,8 @@ from ckptman.forecast.goodput import Costs, best_interval_seconds, shares
 from ckptman.forecast.save_costs import warning_seconds
 from ckptman.policies.intervals import daly_interval_seconds
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SEVEN = ["plan", "--params", "7B", "--dtype", "bfloat16", "--moment-dtype", "float32", "--nodes", "4"]
 CONFIG = """
 [model]

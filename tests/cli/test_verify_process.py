@@ -18,6 +18,8 @@ from tests.helpers.apps import App
 from tests.helpers.ranks import run_ranks
 from tests.loading.test_damage import forge
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def _save(folder):
     """On 4 ranks, 2 x 2 HSDP: a checkpoint of ckptman under `root`, and one of plain DCP in `plain`."""

@@ -26,7 +26,7 @@ from tests.helpers.checkpoints import commit, flip_byte
 from tests.helpers.faulty_disk import Death, Fault, FaultyDisk, faults, holds, on_disk
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process")
+pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.filterwarnings("ignore:.*in a single process")]
 
 
 def state(shift=0.0):

@@ -27,6 +27,7 @@ from tests.helpers.checkpoints import flip_byte
 from tests.helpers.ranks import run_ranks
 
 pytestmark = [
+    pytest.mark.usefixtures("forked"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
 ]

@@ -1,13 +1,12 @@
 """The pages as a site, as `make docs` builds it, looked at in a real browser."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import ckptman
 from tests.helpers.browser import browser
+from tests.helpers.forkserver import run
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -17,8 +16,8 @@ pytestmark = pytest.mark.slow
 def site(tmp_path_factory):
     pytest.importorskip("sphinx", reason="it needs Python 3.11")
     folder = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "sphinx", "-nWEq", "--keep-going", "docs", str(folder)]
-    built = subprocess.run(build, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
+    build = ["-m", "sphinx", "-nWEq", "--keep-going", "docs", folder]
+    built = run(*build, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert built.returncode == 0, built.stderr
     return folder
 

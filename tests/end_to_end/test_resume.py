@@ -24,6 +24,8 @@ from tests.helpers.apps import App
 from tests.helpers.checkpoints import flip_byte
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def train(root, mesh, until, every=3, async_save=True):
     app = App(mesh)

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,11 +12,12 @@ from ckptman.format.paths import journal_path, stacks_path
 from ckptman.policies.hang_timeout import Patience
 from ckptman.runtime.journal import read_journal
 from ckptman.train.tokenize import tokenize
+from tests.helpers.forkserver import programs
 
 pytestmark = pytest.mark.slow
 
 FLOOR_SECONDS = 4.0
-STEPS = 150
+STEPS = 60
 EVERY = 10
 LIMIT_SECONDS = 100.0
 
@@ -57,7 +57,8 @@ def test_a_rank_of_torchrun_is_stopped_and_the_chain_finishes_the_run(tmp_path):
     unwanted = ("SLURM_", "CKPTMAN_", "TORCHELASTIC_", "MASTER_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ckptman.train"]
-    command = [sys.executable, "-m", "ckptman", "submit", "--scheduler", "local", "--", sys.executable, *torchrun]
+    python = str(programs() / "python")
+    command = [python, "-m", "ckptman", "submit", "--scheduler", "local", "--", python, *torchrun]
     log = tmp_path / "steps.jsonl"
     with (tmp_path / "out").open("wb") as out:
         chain = subprocess.Popen(

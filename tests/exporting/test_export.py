@@ -24,9 +24,10 @@ from tests.dcp.test_values import save as save_as
 from tests.helpers.faulty_disk import Death, FaultyDisk, faults, on_disk
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*in a single process", "ignore:B?Complex(Half|32) support is experimental"
-)
+pytestmark = [
+    pytest.mark.usefixtures("forked"),
+    pytest.mark.filterwarnings("ignore:.*in a single process", "ignore:B?Complex(Half|32) support is experimental"),
+]
 
 
 def tensors():

@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+PYTHON = sys.executable
+"""What is forked has all rights."""
+
 
 def ckptman(*arguments):
     """Run a command to its end. Skips the test for a root that cannot give up its rights."""
@@ -15,5 +18,5 @@ def ckptman(*arguments):
         if shutil.which("setpriv") is None:
             pytest.skip("root may do everything, and there is no setpriv")
         dropped = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
-    command = [*dropped, sys.executable, "-m", "ckptman", *map(str, arguments)]
+    command = [*dropped, PYTHON, "-m", "ckptman", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -19,6 +19,7 @@ from tests.dcp.test_values import Named, save
 from tests.helpers.checkpoints import note_in
 
 pytestmark = [
+    pytest.mark.usefixtures("forked"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
     pytest.mark.filterwarnings("ignore:TypedStorage"),

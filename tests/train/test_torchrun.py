@@ -4,13 +4,14 @@ left of them, it ends."""
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
+
+from tests.helpers.forkserver import Python
 
 RANK = """
 import os, sys, time
@@ -48,9 +49,9 @@ class Launchers:
         environ = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
         self.all = []
         for number in range(count):
-            command = [sys.executable, *how, f"--rdzv-conf=is_host={int(number == 0)}", *options]
+            command = [*how, f"--rdzv-conf=is_host={int(number == 0)}", *options]
             with (folder / f"said-{number}").open("wb") as said:
-                self.all.append(subprocess.Popen(command, cwd=folder, env=environ, stderr=said))
+                self.all.append(Python(*command, cwd=folder, env=environ, stderr=said))
 
     @property
     def starts(self):

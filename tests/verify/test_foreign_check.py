@@ -21,6 +21,8 @@ from ckptman.verify import foreign_check
 from ckptman.verify.foreign_check import check_foreign
 from tests.faults.regions import flip
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 STATE = {
     "model": {"weight": torch.arange(30_000.0).reshape(300, 100), "bias": torch.ones(7, dtype=torch.bfloat16)},
     "scalar": torch.tensor(3.0),

@@ -27,6 +27,8 @@ from tests.dcp.test_values import save
 from tests.helpers.ranks import alone
 from tests.helpers.simulated import reseal, simulate
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 TENSORS = [
     *((f"layers.{number}.weight", "bfloat16", (61 + 7 * number, 96)) for number in range(8)),
     ("a.large", "float32", (700, 600)),
