@@ -11,10 +11,20 @@ import ckptman
 from ckptman.errors import ConfigError
 from tests.helpers.ranks import run_ranks
 
-accelerate = pytest.importorskip("accelerate")
-lightning = pytest.importorskip("lightning.fabric")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 SAMPLES = TensorDataset(torch.arange(20.0))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frameworks():
+    import_frameworks()
+
+
+def import_frameworks():
+    """Here, as all workers collect this file, and one of them runs it."""
+    global accelerate, lightning
+    accelerate = pytest.importorskip("accelerate")
+    lightning = pytest.importorskip("lightning.fabric")
 
 
 def test_the_last_batch_is_told_apart(tmp_path):
@@ -126,6 +136,7 @@ def test_the_order_of_each_epoch_is_its_own_after_a_restore():
 
 
 def _be_quiet():
+    import_frameworks()
     warnings.simplefilter("ignore")
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # the ranks have met already
 
