@@ -25,7 +25,7 @@ while not Path("done").exists():
     if Path("crash-all").exists():
         sys.exit(1)
 """
-QUIET_SECONDS = 5.0
+QUIET_SECONDS = 3.0
 """torchrun looks every second who waits; with one that has no place it would restart the ranks every other second."""
 
 
@@ -99,6 +99,7 @@ def test_a_node_in_reserve_is_no_reason_to_restart(tmp_path):
         assert codes.count(0) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_it_ends_when_too_few_nodes_are_left(tmp_path):
     with launchers(tmp_path, 2, "-c", IMPATIENT) as found:
