@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/torch==$(TORCH)/; /^torch==newest$$/d' constraints.txt >$(VENV)/constraints.txt
 	$(BIN)/python -m pip install $(QUIET) --no-compile --constraint $(VENV)/constraints.txt --editable '.[dev]'
-	# pip compiles on one core, and a sixth of it are models that nobody here imports. Templates do not compile: no error.
+	# pip would compile on one core, and the models of transformers too, which nobody imports. Templates fail to compile.
 	$(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib || true
 	touch $@
 

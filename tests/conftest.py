@@ -37,7 +37,7 @@ def _nothing_is_left(request):
 
 @pytest.fixture
 def forked(monkeypatch):
-    """What the product starts as `sys.executable` is forked, and does not import torch anew."""
+    """Let ckptman fork the processes that it starts as `sys.executable`: importing torch takes seconds."""
     monkeypatch.setattr(sys, "executable", str(forkserver.programs() / "python"))
 
 

@@ -74,7 +74,7 @@ def programs():
 
 
 def worker_of(program):
-    """The process that does the work of one of `programs`, which alone can be stopped or put elsewhere."""
+    """The process behind one of `programs`: stop this one, as the program itself only waits for it."""
     with suppress(psutil.Error):
         word, _, pid = program.name().partition("-")
         return psutil.Process(int(pid)) if word == "for" else program
