@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make setup     a virtual environment in $(VENV) with ckptman and what it needs"
 	@echo "make demo      train, be killed, go on, be verified: in under 4 minutes"
-	@echo "make test      the quick tests, the demo and a few real ranks: in about 4 minutes"
+	@echo "make test      the quick tests, the demo and a few real ranks: in under 5 minutes"
 	@echo "make test-all  all tests, Slurm and the docs included, and short versions of the long ones"
 	@echo "make test-torch TORCH=2.11.0  the quick tests on another torch, in an environment of its own"
 	@echo "make test-gpu  what must hold on a GPU, on the GPUs of this machine"
