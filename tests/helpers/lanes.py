@@ -25,6 +25,30 @@ class FilesByTime(LoadScopeScheduling):
     def _split_scope(self, nodeid):
         return scope_of(nodeid)
 
+    def remove_node(self, node):
+        """Hand on what a dead worker has left. Returns the test it died of, which is not run again.
+
+        The method of the parent hands on finished files too: a worker that gets one has nothing to run, and is never
+        asked again.
+        """
+        work = self.assigned_work.pop(node)
+        died_of = next(((unit, test) for unit in work.values() for test, is_done in unit.items() if not is_done), None)
+        if died_of is None:
+            return None
+        unit, test = died_of
+        unit[test] = True
+        self.workqueue.update({scope: unit for scope, unit in work.items() if not all(unit.values())})
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return test
+
+    def _reschedule(self, node):
+        """A worker runs a test once it knows the next one: give it two, or tell it that there are no more."""
+        if node in self.registered_collections:  # else it has only just begun, in place of a dead one
+            super()._reschedule(node)
+            if not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                self._reschedule(node)
+
 
 def scope_of(nodeid):
     """What is handed out as one: a file, or all tests of Slurm."""
