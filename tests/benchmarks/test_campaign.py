@@ -41,6 +41,7 @@ def fails(plan):
 
 def run(monkeypatch, folder, *arguments):
     monkeypatch.setattr(sys, "argv", ["benchmarks", f"--root={folder}", f"--out={folder}", "--quick", *arguments])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which `main` sets where it is not set
     campaign.main()
     found = json.loads((folder / "bench.json").read_text())
     return found
