@@ -4,7 +4,6 @@ import torch
 
 import ckptman
 from ckptman.io.durable_files import DISK
-from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to
 
 POISON = 0xA5
@@ -86,21 +85,3 @@ def save_versions(root, versions, scale=1, **options):
         for step, version in versions.items():
             state.update(content(version, scale))
             run.save(step)
-
-
-def load_version(folder, scale=1):
-    """Load a checkpoint into poison: the version it holds, None if the bytes are not those of any."""
-    state = blank(scale)
-    ckptman.load(state, folder)
-    return version_of(state, scale)
-
-
-def save_app(root, steps):
-    """A run with a model, an optimizer, a schedule, random numbers: a checkpoint after every step."""
-    app = App()
-    with ckptman.Checkpointer(
-        root, app.state, save_policy=ckptman.EverySteps(1), deadline=None, async_save=False
-    ) as run:
-        for step in range(1, steps + 1):
-            app.train_step()
-            run.step(step)
