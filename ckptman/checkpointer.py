@@ -25,19 +25,19 @@ from ckptman.io.durable_files import DISK
 from ckptman.loading.accepted import Accepted
 from ckptman.policies.memory_tier import MemoryTier
 from ckptman.policies.retention import RetentionPolicy
-from ckptman.policies.save_policies import BeforeDeadline, InitTimeInterval, OnStop, SavePolicy
+from ckptman.policies.save_policies import OnStop, SavePolicy
 from ckptman.policies.tiers import Tier
 from ckptman.runtime.deadline import deadline_from_environment
 from ckptman.runtime.launcher import code_for_again, end_launcher_at_exit
 from ckptman.runtime.log import show_by_default, tell
-from ckptman.runtime.signals import SignalHandler
+from ckptman.runtime.signals import SignalHandler, free_signals
 from ckptman.runtime.tracker import Tracker
 from ckptman.saving.finite_check import OnNonfinite
 from ckptman.saving.memory_saves import MemorySaves
 from ckptman.saving.retention_runner import OnFull, RetentionRunner
 from ckptman.saving.saver import Preflight, Saver
 from ckptman.saving.writer import SaveReport
-from ckptman.session.arguments import check_arguments, check_trackers, step_number, total_step_number
+from ckptman.session.arguments import check_arguments, check_trackers, policies_of, step_number, total_step_number
 from ckptman.session.restorer import Restorer
 from ckptman.session.run_health import RunHealth, thresholds_of
 from ckptman.session.run_health import Setting as HealthSetting
@@ -105,9 +105,8 @@ class Checkpointer:
         with ckptman.Checkpointer(
             "runs/italia-9b/checkpoints",
             {"model": model, "optimizer": optimizer, "data": loader, "rng": ckptman.RNGState()},
-            save_policy=ckptman.InitTimeInterval(factor=4) | ckptman.OnStop() | ckptman.BeforeDeadline(),
+            save_policy=ckptman.InitTimeInterval(factor=4),
             retention=ckptman.KeepLast(3) | ckptman.KeepBest("loss", count=2),
-            signals=True,
         ) as checkpointer:
             start = checkpointer.restore()
             for step in range(start + 1, total_steps + 1):
@@ -122,14 +121,16 @@ class Checkpointer:
         state: what to save, by name: modules, optimizers, LR schedulers, anything with `state_dict` and
             `load_state_dict`, nested dicts, tensors, plain values. `restore` fills tensors where they are, and replaces
             plain values in this mapping.
-        save_policy: when to save and when to stop (see `ckptman.policies`); None:
-            `InitTimeInterval() | OnStop() | BeforeDeadline()`.
-        retention: which checkpoints to keep; None keeps all.
+        save_policy: when to save (see `ckptman.policies`); a number: every so many steps; None: `InitTimeInterval()`.
+        save_on_stop: save, and leave, when a signal asks to stop and before the deadline, whatever the policy says.
+            False: only if the policy has `OnStop()` or `BeforeDeadline()`.
+        retention: which checkpoints to keep; a number: the last so many; None keeps all.
         on_full: what to do when the disk is full. "fail": the save fails; "prune": delete at once what `retention`
             would delete after the save, and save again.
         tiers: where else checkpoints are copied to in the background, nearest first (see `policies.tiers`).
-        signals: True: note the signals that ask to stop, from here on until it is closed (see `SignalHandler`). Or a
-            SignalHandler that is entered, or None not to listen.
+        signals: "auto": note the signals that ask to stop, from here on until it is closed (see `SignalHandler`); not
+            those that somebody else handles, nor outside the main thread, nor SIGINT in a notebook or a shell. True:
+            note all of them. A SignalHandler that is entered; or False not to listen.
         deadline: when the job ends, in unix seconds; "auto" asks Slurm; None: never.
         async_save: copy to host memory, then write behind the training; False: training waits until it is durable.
             Where host memory is too small for the copy, a warning says so and saves block as with False.
@@ -173,11 +174,12 @@ class Checkpointer:
         root: str | os.PathLike[str],
         state: MutableMapping[str, Any],
         *,
-        save_policy: SavePolicy | None = None,
-        retention: RetentionPolicy | None = None,
+        save_policy: SavePolicy | int | None = None,
+        save_on_stop: bool = True,
+        retention: RetentionPolicy | int | None = None,
         on_full: OnFull = "fail",
         tiers: Sequence[Tier] = (),
-        signals: SignalHandler | bool | None = None,
+        signals: SignalHandler | bool | Literal["auto"] | None = "auto",
         deadline: float | Literal["auto"] | None = "auto",
         async_save: bool = True,
         overlap: bool = False,
@@ -191,10 +193,8 @@ class Checkpointer:
         run_id: str | None = None,
         total_steps: int | None = None,
     ) -> None:
-        self._policy = save_policy if save_policy is not None else InitTimeInterval() | OnStop() | BeforeDeadline()
-        check_arguments(
-            root, state, self._policy, retention, on_full, nonfinite, deadline, timeout_seconds, watchdog, signals
-        )
+        self._policy, keeps = policies_of(save_policy, save_on_stop, retention)
+        check_arguments(root, state, keeps, on_full, nonfinite, deadline, timeout_seconds, watchdog, signals)
         check_trackers(trackers)
         thresholds = thresholds_of(health)
         show_by_default()
@@ -208,9 +208,7 @@ class Checkpointer:
             self._session = RunSession.open(self._control, self._backend, run_id, total_step_number(total_steps))
             undone.callback(self._session.release)
             self._listening = undone.enter_context(contextlib.ExitStack())
-            handler = signals if isinstance(signals, SignalHandler) else None
-            if signals is True:
-                handler = self._listening.enter_context(SignalHandler())
+            self._signals = self._listen(signals)
             with failing_as_one():
                 end = self._control.run_on_leader(
                     lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
@@ -225,7 +223,7 @@ class Checkpointer:
                 Channel(timeout_seconds),
                 self._session.journal,
                 self._session.claim,
-                RetentionRunner(self._backend, retention, on_full, self._session.claim, self._session.journal),
+                RetentionRunner(self._backend, keeps, on_full, self._session.claim, self._session.journal),
                 self._watchdog,
                 self._hooks,
                 background=async_save,
@@ -251,7 +249,7 @@ class Checkpointer:
                 )
             self._recorder = StepRecorder(self._state, self._hooks)
             self._consensus = StepConsensus(
-                self._control, self._policy, self._timings, handler, self._saver, self._recorder
+                self._control, self._policy, self._timings, self._signals, self._saver, self._recorder
             )
             self._consensus.memory = self._memory.saves if self._memory is not None else None
             self._health = None
@@ -271,17 +269,31 @@ class Checkpointer:
             self._stepped = False
             self._pid = os.getpid()
             self._stop: str | None = None
+            self._told_stop = self._went_on = False
+            """Whether the loop has asked since then, and whether it has gone on: to its own end, if it never asked."""
+            self._total_steps = total_step_number(total_steps)
             self._closed = False
             self._rehearse_early()
             who = f" on rank {self._control.rank}" if self._control.distributed else ""
             self._left_open = weakref.finalize(self, _tell_left_open, f"{self.root}{who}", self._pid, self._listening)
-            if handler is not None and self._control.is_leader:
+            if self._signals is not None and self._control.is_leader:
                 what = "saving" if _saves_on_stop(self._policy) else "stopping"
                 text = f"{what} after this step or the next, then exit code {EXIT_AGAIN}"
-                self._listening.enter_context(handler.announcing(text))
+                self._listening.enter_context(self._signals.announcing(text))
             if end is not None:
                 self._session.tell_deadline(end)
             undone.pop_all()
+
+    def _listen(self, signals: SignalHandler | bool | str | None) -> SignalHandler | None:
+        """Return what notes signals from now on."""
+        if isinstance(signals, SignalHandler) or not signals:
+            return signals or None
+        if signals is True:
+            return self._listening.enter_context(SignalHandler())
+        free, others = free_signals()
+        for line in others:
+            self._session.tell(f"{line}: it is left to that, and saves nothing here")
+        return self._listening.enter_context(SignalHandler(free)) if free else None
 
     # ---- what a loop calls -------------------------------------------------------------------------------------
 
@@ -379,7 +391,7 @@ class Checkpointer:
         all at the end of the next step.
 
         Args:
-            step: number of the step that has ended.
+            step: number of the step that has ended, counted from 1; a loop that counts from 0 calls `step(i + 1)`.
             metrics: numbers by name for the manifest and `KeepBest`; the leader's count. They are read only in a save,
                 so a loss may stay on its device.
 
@@ -388,12 +400,17 @@ class Checkpointer:
 
         Raises:
             CommitError: this save or the one before failed.
-            ConfigError: the state cannot be saved, the policy raised, or ranks are at different steps.
+            ConfigError: the state cannot be saved, the policy raised, ranks are at different steps, or `step` is not
+                above the last one.
         """
         if type(step) is not int or not 0 <= step <= MAX_STEP:
             step = step_number(step)
         if self._closed or os.getpid() != self._pid:
             self._check_usable()
+        if step <= self._timings.previous_step:
+            self._refuse_step(step)
+        if self._stop is not None:
+            self._go_on_after_stop()
         if not self._rehearsed:
             self._rehearse()
         for each in self._trainables:
@@ -436,6 +453,8 @@ class Checkpointer:
         """
         self._check_usable()
         step = step_number(step)
+        if step < self._timings.previous_step:
+            self._refuse_step(step)
         self._save(step, metrics, reason)
         self._last, self._stepped = self._record(step, metrics), True
         self.beat()
@@ -477,7 +496,9 @@ class Checkpointer:
         return self._health.own_work() if self._health is not None else contextlib.nullcontext()
 
     def should_stop(self) -> bool:
-        """Return whether `step` agreed to stop, alike on every rank; the state is durable then, if the policy saves."""
+        """Return whether `step` agreed to stop, alike on every rank; the state is durable then, unless `save_on_stop`
+        is False."""
+        self._told_stop |= self._stop is not None
         return self._stop is not None
 
     @property
@@ -547,13 +568,18 @@ class Checkpointer:
     def _end(self, again: str | None) -> None:
         """End in order. `again`: why the run is to be started again although nobody asked it to stop; None: it is
         finished."""
-        if self._stop is None:
+        stop = self._stop
+        if stop is None:
             agreed = self._consensus.at(self._timings.previous_step)
-            again = next(filter(None, self._control.gather(again)), None)
+            stop = agreed.stop if agreed is not None else None
             self._end_running_save()
-            self._save_the_end((agreed.stop if agreed is not None else None) or again)
-        elif not self._stepped:
-            self._save_the_end(self._stop)  # what was restored, where it is in memory alone
+        told = self._told_stop or (self._signals is not None and self._signals.told)
+        ends = self._control.gather((again, told))
+        again = next(filter(None, (each for each, _ in ends)), None)
+        is_told = any(each for _, each in ends)
+        is_complete = self._total_steps is not None and self._timings.previous_step >= self._total_steps
+        has_ended_by_itself = not is_told and (self._went_on or is_complete)
+        self._save_the_end(again if has_ended_by_itself else stop or again)
         self.wait()
         self._closed = True
         try:
@@ -637,6 +663,26 @@ class Checkpointer:
                 f"this Checkpointer of {self.root} is closed, as its `with` block has ended: make a new one to go on"
             )
 
+    def _refuse_step(self, step: int) -> NoReturn:
+        last = self._timings.previous_step
+        if self._stepped:
+            known = f"step {last} has ended already"
+        else:
+            known = "steps are counted from 1" if last == 0 else f"step {last} was restored"
+        raise ConfigError(
+            f"{known}, and now step {step} is said to have ended: continue with {last + 1}. A loop that counts from 0 "
+            f"calls step(i + 1), and begins with range(start, ...)"
+        )
+
+    def _go_on_after_stop(self) -> None:
+        """Warn once that a loop goes on which was asked to stop, and does not look."""
+        if not self._went_on and not self._told_stop and self._control.is_leader:
+            warn_only(
+                f"the run was asked to stop ({self._stop}), and the loop goes on: it does not ask. Say "
+                f"`if checkpointer.should_stop(): break` after each step()"
+            )
+        self._went_on = True
+
     def _check_alike(self, *arguments: object) -> None:
         """Refuse a `restore` that is called with other arguments on another rank. Raises, on every rank:
         ConfigError."""
@@ -669,7 +715,7 @@ class Checkpointer:
             why = agreed.stop or (decision.reason if decision is not None else "")
             self._session.note("stop_asked", step=step, reason=why)
             self.wait()
-            self._stop = why
+            self._stop, self._consensus.has_stopped = why, True
         return decision.reason if decision is not None else None
 
     def _raise_failure(self, step: int, number: int) -> NoReturn:

@@ -283,6 +283,13 @@ class BeforeDeadline(SavePolicy):
         return save_seconds * self.safety + self.margin_seconds + step_seconds
 
 
+def with_stops(policy: SavePolicy) -> SavePolicy:
+    """Return a policy that also saves at a stop request and before the deadline, which `policy` may do already."""
+    policies = policy.policies if isinstance(policy, AnyOf) else (policy,)
+    missing = [kind() for kind in (OnStop, BeforeDeadline) if not any(isinstance(each, kind) for each in policies)]
+    return AnyOf((policy, *missing)) if missing else policy
+
+
 class DerivedInterval(SavePolicy):
     """An interval derived from what was measured, held between two bounds, and converted into steps.
 

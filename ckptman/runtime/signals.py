@@ -15,6 +15,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckptman.errors import ConfigError
+from ckptman.runtime import worker_signals
 from ckptman.runtime.log import is_shown
 
 if TYPE_CHECKING:
@@ -45,9 +46,11 @@ class SignalHandler:
     comes sooner is the same request, because a launcher and what started it both pass a signal on.
 
     An enclosing SignalHandler sees every signal too. An ignored SIGHUP or SIGINT (`nohup`, `&`) stays ignored. A signal
-    that a C library caught before Python started is left to it. A process forked inside the block gets the handlers
-    that were there before it: `multiprocessing.Pool.terminate()` would wait for ever for workers that only note their
-    SIGTERM.
+    that a C library caught before Python started is left to it.
+
+    Processes that `multiprocessing` starts inside the block, such as workers of data loaders, ignore these signals for
+    as long as this process is there, however they are started; `terminate()` ends them. Other children get the handlers
+    that were there before the block.
 
     Args:
         signals: which signals to note.
@@ -57,6 +60,7 @@ class SignalHandler:
         signals: those it listens to.
         entered: whether it notes them now.
         received: the first signal that came, or None; readable after the block too.
+        told: whether `requested` was True when it was asked for.
 
     Raises:
         ConfigError: a signal that cannot be caught; not in the main thread; entered twice.
@@ -73,11 +77,13 @@ class SignalHandler:
             if each in _UNCATCHABLE:
                 raise ConfigError(f"{each.name} cannot be caught by any process: leave it out of the signals")
         self.received: signal.Signals | None = None
+        self.told = False
         self._repeat_seconds = repeat_seconds
         self._seen: dict[signal.Signals, float] = {}
         self._previous: dict[signal.Signals, Previous] = {}
         self._restore: contextlib.ExitStack | None = None
         self._notice: tuple[int, str] | None = None
+        self._is_over = False
 
     @property
     def entered(self) -> bool:
@@ -87,6 +93,7 @@ class SignalHandler:
     @property
     def requested(self) -> bool:
         """Whether a stop was asked for. Called once per step, on every rank."""
+        self.told |= self.received is not None
         return self.received is not None
 
     def __enter__(self) -> SignalHandler:
@@ -97,8 +104,8 @@ class SignalHandler:
                 "signal handlers can only be set in the main thread: enter SignalHandler there, "
                 "and hand it to the thread that trains (its flag can be read from any thread)"
             )
-        _watch_forks()
-        self.received = None
+        _watch_children()
+        self.received, self.told, self._is_over = None, False, False
         self._seen.clear()
         self._previous.clear()
         with contextlib.ExitStack() as restore:
@@ -136,26 +143,36 @@ class SignalHandler:
     def _undo(self) -> None:
         restore, self._restore = self._restore, None
         if restore is not None:
-            restore.close()
+            try:
+                restore.close()
+            except ValueError:  # not in the main thread: the handlers stay, and pass on what comes
+                self._is_over = True
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         # Runs between any two bytecodes, perhaps inside a lock or a write: no logging, nothing that can block.
         number = signal.Signals(signum)
         now = time.monotonic()
+        previous = self._previous[number]
+        if self._is_over:
+            self._pass_on(number, frame, previous)
+            return
         again = number in self._seen and now - self._seen[number] >= self._repeat_seconds
         self._seen.setdefault(number, now)
-        previous = self._previous[number]
         if self.received is None:
             self.received = number
             self._write_notice(number, previous)
         if callable(previous) and isinstance(getattr(previous, "__self__", None), SignalHandler):
             previous(signum, frame)  # the enclosing block counts for itself
         elif again:
-            signal.signal(number, previous)
-            if callable(previous):
-                previous(signum, frame)
-            else:
-                signal.raise_signal(number)
+            self._pass_on(number, frame, previous)
+
+    def _pass_on(self, number: signal.Signals, frame: FrameType | None, previous: Previous) -> None:
+        """Do what this signal would have done without this block."""
+        signal.signal(number, previous)
+        if callable(previous):
+            previous(number, frame)
+        else:
+            signal.raise_signal(number)
 
     def _write_notice(self, number: signal.Signals, previous: Previous) -> None:
         """Say that a signal came: it may be long until the loop is where it can log that. Past all buffers and locks,
@@ -171,19 +188,52 @@ class SignalHandler:
                 os.write(file, f"{os.linesep * os.isatty(file)}ckptman: {number.name} received: {text}\n".encode())
 
 
+def free_signals() -> tuple[list[signal.Signals], list[str]]:
+    """Return the stop signals that nobody else in this process handles, and who handles the others.
+
+    Left out are all of them outside the main thread, which alone can set handlers, and SIGINT where somebody types: it
+    interrupts a cell of a notebook.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return [], ["signals are noted in the main thread alone, and this is another one"]
+    is_typed = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    free, taken = [], []
+    for number in STOP_SIGNALS:
+        handler = signal.getsignal(number)
+        is_ours = isinstance(getattr(handler, "__self__", None), SignalHandler)
+        if number == signal.SIGINT and is_typed:
+            continue
+        if is_ours or handler in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
+            free.append(number)
+        else:
+            taken.append(f"{number.name} is handled by {_name_of(handler)}")
+    return free, taken
+
+
+def _name_of(handler: object) -> str:
+    function = getattr(handler, "__func__", handler)
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    return f"{module}.{name}" if module and name else "a library" if handler is None else repr(handler)
+
+
 _entered: list[SignalHandler] = []
 _forking = threading.local()
 
 
 @functools.cache
-def _watch_forks() -> None:
+def _watch_children() -> None:
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_undo_in_child)
+    worker_signals.protect_workers(_listened)
+
+
+def _listened() -> set[int]:
+    """Return the signals that this process notes now."""
+    return {number for each in _entered for number in each._previous}
 
 
 def _hold() -> None:
     # Python forgets signals that reach a child before it has set itself up: they wait until the handlers are undone.
-    held = {number for each in _entered for number in each.signals}
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    _forking.mask = worker_signals.block()
 
 
 def _release() -> None:
@@ -193,4 +243,5 @@ def _release() -> None:
 def _undo_in_child() -> None:
     while _entered:
         _entered.pop()._undo()
+    worker_signals.live_on_forked()
     _release()

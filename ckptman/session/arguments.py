@@ -6,14 +6,14 @@ import operator
 import os
 import threading
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from ckptman.catalog.backends.backend import check_folder
 from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.errors import ConfigError, warn
 from ckptman.format.paths import MAX_STEP
-from ckptman.policies.retention import RetentionPolicy
-from ckptman.policies.save_policies import SavePolicy
+from ckptman.policies.retention import KeepLast, RetentionPolicy
+from ckptman.policies.save_policies import EverySteps, InitTimeInterval, SavePolicy, with_stops
 from ckptman.runtime.signals import SignalHandler
 from ckptman.runtime.tracker import Tracker
 from ckptman.session.watchdog_actions import Setting, patience_of
@@ -27,7 +27,6 @@ _DETACHED = {"an optimizer": {"state", "param_groups"}, "a schedule": {"last_epo
 def check_arguments(
     root: object,
     state: object,
-    policy: object,
     retention: object,
     on_full: object,
     nonfinite: object,
@@ -50,10 +49,6 @@ def check_arguments(
             "the state has a ResumableLoader and no RNGState: after a restore, dropout and augmentation would draw "
             "other numbers than the run that nobody stopped. Add ckptman.RNGState() to the state"
         )
-    if not isinstance(policy, SavePolicy):
-        raise ConfigError(f"save_policy is a policy such as EverySteps(100) | OnStop(), not {policy!r}")
-    if retention is not None and not isinstance(retention, RetentionPolicy):
-        raise ConfigError(f"retention is a policy such as KeepLast(3), or None to keep all, not {retention!r}")
     if on_full not in ("fail", "prune"):
         raise ConfigError(f'on_full is "fail" or "prune", not {on_full!r}')
     if on_full == "prune" and retention is None:
@@ -65,8 +60,8 @@ def check_arguments(
     if deadline is not None and deadline != "auto" and not isinstance(deadline, int | float):
         raise ConfigError(f"deadline is when the job ends, in unix seconds, or 'auto', or None, not {deadline!r}")
     patience_of(watchdog, 1, {})
-    if not (signals is None or isinstance(signals, bool | SignalHandler)):
-        raise ConfigError(f"signals is True, a SignalHandler, or None to listen to none, not {signals!r}")
+    if not (signals is None or signals == "auto" or isinstance(signals, bool | SignalHandler)):
+        raise ConfigError(f'signals is "auto", True, a SignalHandler, or False to listen to none, not {signals!r}')
     if signals is True and threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             "signals=True sets signal handlers, and only the main thread can: make the Checkpointer there, or enter a "
@@ -77,6 +72,29 @@ def check_arguments(
             "signals: this SignalHandler was never entered, or its block has ended, so it would note no signal. Say "
             "signals=True, or make the Checkpointer inside `with SignalHandler() as signals:`"
         )
+
+
+def policies_of(
+    save_policy: object, save_on_stop: bool, retention: object
+) -> tuple[SavePolicy, RetentionPolicy | None]:
+    """Return what decides about saves and deletions; a whole number stands for a policy. Raises: ConfigError."""
+    if save_policy is None:
+        save_policy = InitTimeInterval()
+    elif _is_number(save_policy):
+        save_policy = EverySteps(save_policy)
+    if not isinstance(save_policy, SavePolicy):
+        raise ConfigError(f"save_policy is a policy such as EverySteps(100), or a number of steps, not {save_policy!r}")
+    if _is_number(retention):
+        retention = KeepLast(retention)
+    if retention is not None and not isinstance(retention, RetentionPolicy):
+        raise ConfigError(
+            f"retention is a policy such as KeepLast(3), a number of checkpoints, or None for all, not {retention!r}"
+        )
+    return with_stops(save_policy) if save_on_stop else save_policy, retention
+
+
+def _is_number(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_trackers(trackers: object) -> None:

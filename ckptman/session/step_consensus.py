@@ -63,6 +63,8 @@ class StepConsensus:
         """Whether it takes any rank too long to record the state at each step."""
         self._expected_step = -1
         self._planned: Decision | CkptmanError | None = None
+        self.has_stopped = False
+        """Whether the ranks have agreed to stop: a loop that goes on all the same is not asked to again."""
         self.memory: MemorySaves | None = None
         """What saves to memory, where anything does."""
         self._planned_memory: Decision | None = None
@@ -131,12 +133,15 @@ class StepConsensus:
 
     def _stop_flag(self) -> int:
         received = self._signals.received if self._signals is not None else None
-        return 0 if received is None else int(received) * _RANKS + self._control.rank
+        return 0 if received is None or self.has_stopped else int(received) * _RANKS + self._control.rank
 
     def _plan(self, step: int, ahead: bool) -> Decision | CkptmanError | None:
         # A policy that raises must not leave the other ranks waiting: the error travels as a decision.
+        facts = self._timings.facts(step, ahead=ahead)
+        if self.has_stopped:
+            facts = facts._replace(time_left_seconds=None)
         try:
-            return self._policy.decide(self._timings.facts(step, ahead=ahead))
+            return self._policy.decide(facts)
         except Exception as error:  # noqa: BLE001 a user's own policy may raise anything
             return ConfigError(f"the save policy failed: {type(error).__name__}: {error}")
 

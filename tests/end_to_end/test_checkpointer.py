@@ -228,7 +228,7 @@ def test_replicas_write_each_shard_once_and_share_the_work(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"save_policy": 5}, "save_policy is a policy"),
+        ({"save_policy": "often"}, "save_policy is a policy"),
         ({"retention": "all"}, "retention is a policy"),
         ({"timeout_seconds": -1}, "timeout_seconds is a positive number"),
         ({"state": {}}, "state is a dict"),

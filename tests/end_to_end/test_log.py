@@ -192,7 +192,7 @@ def test_a_handler_that_notes_nothing_is_refused(tmp_path):
         pass
     with pytest.raises(ckptman.ConfigError, match="its block has ended"):
         ckptman.Checkpointer(tmp_path, App().state, signals=handler)
-    with pytest.raises(ckptman.ConfigError, match="signals is True"):
+    with pytest.raises(ckptman.ConfigError, match="or False to listen to none"):
         ckptman.Checkpointer(tmp_path, App().state, signals="SIGTERM")
 
 

@@ -2,13 +2,11 @@
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -211,33 +209,6 @@ def test_signals_that_cannot_be_caught_are_refused(signals, message):
         SignalHandler(signals)
 
 
-def _wait_for_ever():
-    threading.Event().wait()
-
-
-@pytest.mark.slow
-def test_forked_workers_can_be_terminated_from_their_first_moment_on():
-    with SignalHandler(repeat_seconds=0) as outer, SignalHandler(repeat_seconds=0) as inner:
-        workers = [multiprocessing.get_context("fork").Process(target=_wait_for_ever) for _ in range(20)]
-        try:
-            for worker in workers:
-                worker.start()
-                worker.terminate()
-            deadline = time.monotonic() + 20
-            for worker in workers:
-                worker.join(timeout=max(0.0, deadline - time.monotonic()))
-            assert {worker.exitcode for worker in workers} == {-signal.SIGTERM}
-        finally:
-            for worker in workers:
-                worker.kill()
-        assert not outer.requested
-        assert not inner.requested
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
-        send(signal.SIGTERM)
-        assert outer.requested
-        assert inner.requested
-
-
 def test_a_launcher_that_repeats_a_signal_at_once_asks_once():
     with SignalHandler() as signals:
         for _ in range(3):
@@ -281,3 +252,17 @@ def test_what_is_announced_is_said_at_once_and_never_blocks(monkeypatch):
             send(signal.SIGTERM)
             assert signals.requested
         assert read.read(1000) is None, "nobody saves any more"
+
+
+def test_one_that_is_left_in_another_thread_passes_signals_on(restoring):
+    calls = []
+    signal.signal(signal.SIGUSR1, lambda *_: calls.append("mine"))
+    mine, signals = signal.getsignal(signal.SIGUSR1), SignalHandler([signal.SIGUSR1])
+    signals.__enter__()
+    thread = threading.Thread(target=signals.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    assert not signals.entered
+    send(signal.SIGUSR1)
+    assert (calls, signals.received) == (["mine"], None)
+    assert signal.getsignal(signal.SIGUSR1) is mine

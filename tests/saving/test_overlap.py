@@ -259,7 +259,7 @@ def interrupt_soon():
 def test_a_ctrl_c_while_a_step_waits_does_not_let_the_next_one_pass(tmp_path, monkeypatch):
     """As in a notebook: somebody interrupts, and goes on."""
     run, held = Run(), HeldUp(monkeypatch)
-    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+    with open_run(tmp_path, run.state, overlap=True, signals=False) as checkpointer:
         expected = run.copies()
         checkpointer.save(1)
         interrupt_soon()
@@ -273,7 +273,7 @@ def test_a_ctrl_c_while_a_step_waits_does_not_let_the_next_one_pass(tmp_path, mo
 
 def test_a_ctrl_c_while_a_save_is_waited_for_does_not_make_it_durable(tmp_path, monkeypatch):
     run, held = Run(), HeldUp(monkeypatch)
-    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+    with open_run(tmp_path, run.state, overlap=True, signals=False) as checkpointer:
         checkpointer.save(1)
         interrupt_soon()
         with pytest.raises(KeyboardInterrupt):

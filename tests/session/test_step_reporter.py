@@ -237,7 +237,7 @@ def test_what_a_device_that_fails_had_is_left_out(tmp_path):
 def test_a_checkpointer_that_nobody_has_any_more_goes_away(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        checkpointer = checkpointer_in(tmp_path, Recorder())
+        checkpointer = checkpointer_in(tmp_path, Recorder(), signals=False)
         checkpointer.step(1, {"loss": 1.0})
         gone = weakref.ref(checkpointer)
         del checkpointer

@@ -1,0 +1,154 @@
+"""Worker processes that live through a stop request, and end when their parent ends them or is gone."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from torch.utils.data import DataLoader
+
+from ckptman import SignalHandler
+from ckptman.runtime.signals import STOP_SIGNALS
+
+METHODS = ("fork", "spawn", "forkserver")
+WAIT = 60.0
+
+
+def say_and_wait(pipe, own_handler=False):
+    if own_handler:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    pipe.send("ready")
+    while pipe.recv():
+        pipe.send("alive")
+
+
+def start_grandchild(pipe):
+    process = subprocess.Popen(["sleep", "100"])
+    process.terminate()
+    pipe.send(process.wait(WAIT))
+
+
+def worker(method, target=say_and_wait, *arguments):
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def is_alive(pipe):
+    pipe.send(True)
+    return pipe.poll(WAIT) and pipe.recv() == "alive"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_worker_ignores_what_its_parent_notes_and_can_be_terminated(method):
+    with SignalHandler():
+        process, pipe = worker(method)
+        for number in STOP_SIGNALS:  # as soon as it is there
+            os.kill(process.pid, number)
+        assert pipe.recv() == "ready"
+        for number in STOP_SIGNALS:
+            os.kill(process.pid, number)
+        assert is_alive(pipe)
+        process.terminate()
+        process.join(WAIT)
+        assert process.exitcode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_that_has_only_just_been_started_can_be_terminated(method):
+    with SignalHandler() as outer, SignalHandler() as inner:
+        for process in [worker(method)[0] for _ in range(10 if method == "fork" else 1)]:
+            process.terminate()
+            process.join(WAIT)
+            assert process.exitcode == -signal.SIGTERM
+        assert not outer.requested
+        assert not inner.requested
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_outside_of_the_block_and_for_other_signals_all_is_as_ever(method):
+    with SignalHandler([signal.SIGUSR2]):
+        inside, pipe = worker(method)
+        assert pipe.recv() == "ready"
+        os.kill(inside.pid, signal.SIGUSR2)
+        assert is_alive(pipe)
+        os.kill(inside.pid, signal.SIGUSR1)
+        inside.join(WAIT)
+    outside, pipe = worker(method)
+    assert pipe.recv() == "ready"
+    os.kill(outside.pid, signal.SIGUSR2)
+    outside.join(WAIT)
+    assert (inside.exitcode, outside.exitcode) == (-signal.SIGUSR1, -signal.SIGUSR2)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_handler_of_its_own_is_called(method):
+    with SignalHandler():
+        process, pipe = worker(method, say_and_wait, True)
+        assert pipe.recv() == "ready"
+        process.terminate()
+        process.join(WAIT)
+        assert process.exitcode == 3
+
+
+def test_programs_that_a_worker_starts_can_be_terminated():
+    with SignalHandler():
+        process, pipe = worker("fork", start_grandchild)
+        assert pipe.recv() == -signal.SIGTERM
+        process.join(WAIT)
+
+
+def test_a_plain_fork_has_the_handlers_from_before():
+    with SignalHandler():
+        pid = os.fork()
+        if not pid:
+            time.sleep(WAIT)
+            os._exit(0)
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+ORPHANS = """
+import multiprocessing, signal, time
+from ckptman import SignalHandler
+with SignalHandler():
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    process.start()
+    print(process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_an_orphan_dies_of_a_signal():
+    with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        end = os.pidfd_open(pid)
+        parent.kill()
+        parent.wait(WAIT)
+        signal.pidfd_send_signal(end, signal.SIGTERM)
+        poll = multiprocessing.connection.wait([end], WAIT)
+        assert poll == [end]
+        os.close(end)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_the_workers_of_a_loader(method, is_persistent):
+    loader = DataLoader(
+        range(8), num_workers=1, multiprocessing_context=method, persistent_workers=is_persistent, prefetch_factor=1
+    )
+    with SignalHandler():
+        batches = iter(loader)
+        next(batches)
+        (pid,) = [each.pid for each in multiprocessing.active_children() if each.pid]
+        for number in STOP_SIGNALS:
+            os.kill(pid, number)
+        assert len(list(batches)) == 7
+    del batches, loader
