@@ -26,7 +26,7 @@ from typing import Any, cast
 
 RELEASE = signal.SIGURG
 """Ignored by a process that has no handler for it, and sent to groups by nobody."""
-_TORCH = "torch.utils.data._utils.signal_handling"
+_TORCH_MODULE, _TORCH_FUNCTION = "torch.utils.data._utils.signal_handling", "_set_worker_signal_handlers"
 
 _listened: Callable[[], Iterable[int]] = tuple
 _ignored: frozenset[int] = frozenset()
@@ -143,8 +143,8 @@ def _die(number: int) -> None:
 
 def _outlast_torch() -> None:
     """Ignore SIGTERM also in a loader's worker: torch sets a handler of its own there, by which it dies."""
-    torch: Any = sys.modules.get(_TORCH)
-    set_handlers = getattr(torch, "_set_worker_signal_handlers", None)
+    module = sys.modules.get(_TORCH_MODULE)
+    set_handlers = getattr(module, _TORCH_FUNCTION, None)
     if set_handlers is None:
         return
 
@@ -153,4 +153,4 @@ def _outlast_torch() -> None:
         if signal.SIGTERM in _ignored:
             signal.signal(signal.SIGTERM, _ignore)
 
-    torch._set_worker_signal_handlers = set_handlers_and_ignore
+    setattr(module, _TORCH_FUNCTION, set_handlers_and_ignore)
