@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import os
 import sys
 import weakref
@@ -37,7 +38,14 @@ from ckptman.saving.memory_saves import MemorySaves
 from ckptman.saving.retention_runner import OnFull, RetentionRunner
 from ckptman.saving.saver import Preflight, Saver
 from ckptman.saving.writer import SaveReport
-from ckptman.session.arguments import check_arguments, check_trackers, policies_of, step_number, total_step_number
+from ckptman.session.arguments import (
+    check_arguments,
+    check_metrics,
+    check_trackers,
+    policies_of,
+    step_number,
+    total_step_number,
+)
 from ckptman.session.restorer import Restorer
 from ckptman.session.run_health import RunHealth, thresholds_of
 from ckptman.session.run_health import Setting as HealthSetting
@@ -137,9 +145,9 @@ class Checkpointer:
         overlap: let that copy run on under the next forward and backward, and wait for it only before the next
             `optimizer.step`. Only for what the optimizers in `state` update, and if nothing else writes to it. Where
             steps are captured into graphs, saves do not overlap.
-        nonfinite: what to do about NaN and infinity in metrics, in parameters of modules and in what optimizers keep.
-            "keep": mark the checkpoint; the newest finite one is never deleted, and `restore` prefers it. "refuse": the
-            save fails. "ignore": do not look, and restore the newest all the same.
+        nonfinite: what to do about NaN and infinity in parameters of modules and in what optimizers keep. "keep": mark
+            the checkpoint; the newest finite one is never deleted, and `restore` prefers it. "refuse": the save fails.
+            "ignore": do not look, and restore the newest all the same.
         keep_warm: after each save, read it back into the page cache of this node where memory is left, in place of the
             one before, so that a restart on this node loads it from memory. Only on file systems of the node itself.
         memory: save to the memory of the nodes, too, and more often (see `MemoryTier`); None: to disk alone. Where that
@@ -264,7 +272,7 @@ class Checkpointer:
             self._restored_from: int | None = None
             in_memory = self._memory is not None and self._memory.restore.finds_any()
             self._ready = not (self._session.finds_checkpoints or in_memory)
-            self._rehearsed = False
+            self._rehearsed = self._has_warned_of_nan = False
             self._last: _Step | None = None
             self._stepped = False
             self._pid = os.getpid()
@@ -409,6 +417,7 @@ class Checkpointer:
             self._check_usable()
         if step <= self._timings.previous_step:
             self._refuse_step(step)
+        check_metrics(metrics)
         if self._stop is not None:
             self._go_on_after_stop()
         if not self._rehearsed:
@@ -670,8 +679,8 @@ class Checkpointer:
         else:
             known = "steps are counted from 1" if last == 0 else f"step {last} was restored"
         raise ConfigError(
-            f"{known}, and now step {step} is said to have ended: continue with {last + 1}. A loop that counts from 0 "
-            f"calls step(i + 1), and begins with range(start, ...)"
+            f"step({step}): {known}, so continue with {last + 1}. A loop that counts from 0 runs over "
+            f"range(restore(), ...) and calls step(i + 1)"
         )
 
     def _go_on_after_stop(self) -> None:
@@ -772,6 +781,7 @@ class Checkpointer:
             self._saver.channel = Channel(self._timeout_seconds)
         self._plan(found)
         info = self._session.save_info(self._control, step, reason, found.snapshot, self._restored_from, metrics)
+        self._warn_of_nan(info.metrics or {})
         memory = self._memory.saves if to_memory and self._memory is not None else None
         if to_disk:
             self._timings.saves.begins(step)
@@ -783,6 +793,17 @@ class Checkpointer:
             self._account_for([], error)
         else:
             self._account_for([report] if report is not None else [], None)
+
+    def _warn_of_nan(self, metrics: Mapping[str, float]) -> None:
+        """Warn once that a metric is NaN, at the line of the loop that gave it."""
+        if self._nonfinite == "ignore" or self._has_warned_of_nan or not self._control.is_leader:
+            return
+        if names := [repr(name) for name, value in metrics.items() if math.isnan(value)]:
+            self._has_warned_of_nan = True
+            warn_only(
+                f"the metric {', '.join(names)} is NaN: KeepBest passes over this checkpoint. A restore does not: it "
+                f"looks at tensors alone. Leave a metric out until it has a value"
+            )
 
     def _plan(self, found: Preflight) -> None:
         """Make a plan where that of the save before does not fit any more."""

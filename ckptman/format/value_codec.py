@@ -2,6 +2,9 @@
 
 Scalars, lists and dicts with text keys are themselves; everything else is `{"~": kind, "v": ...}`. A tensor is a
 reference to the flat name under which its bytes are saved. What has no exact form is refused with its path.
+
+A member of an enum and a dataclass name their class. They come back as such where the program has imported it, and as
+the plain value, or a dict of the fields, where it has not: reading imports nothing, and calls no method of a dataclass.
 """
 
 from __future__ import annotations
@@ -9,9 +12,12 @@ from __future__ import annotations
 import base64
 import json
 import math
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from ckptman.errors import ConfigError, CorruptError
@@ -70,17 +76,45 @@ def encode(value: Any, path: str, hook: Hook | None = None, depth: int = 0) -> A
         return _tagged(kind.__name__, base64.b64encode(value).decode())
     if kind is complex:
         return _tagged("complex", [repr(value.real), repr(value.imag)])
+    if kind is type(Path()):
+        return _tagged("path", str(value))
+    if isinstance(value, Enum):
+        return _tagged("enum", [_name_of(kind), encode(value.value, path, None, depth + 1)])
+    if _is_plain_dataclass(value):
+        there = {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
+        return _tagged("dataclass", [_name_of(kind), _pairs(there, path, None, depth + 1)])
     encoded = _encode_numpy(value)
     if encoded is None and hook is not None:
         encoded = hook(value, path)
     if encoded is not None:
         return encoded
     if hook is None and kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ("Tensor", "Parameter"):
-        raise ConfigError(f"{path} is a tensor in a tuple or a set, which a checkpoint cannot hold: make it a list")
-    raise ConfigError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: "
-        f"save plain values, containers and tensors (a state_dict of it, or its text)"
-    )
+        raise ConfigError(
+            f"{path} is a tensor in a tuple, a set or a dataclass, which a checkpoint cannot hold: put it into a list "
+            f"or a dict"
+        )
+    what = f"{path} is a {kind.__module__}.{kind.__qualname__}"
+    raise ConfigError(f"{what}, which a checkpoint cannot hold: save {_way_out(value, path)}")
+
+
+def _way_out(value: Any, path: str) -> str:
+    """Return what to save in place of a value that has no exact form."""
+    if callable(value):
+        return "what it is made from, or leave it out: a function is part of the program, not of its state"
+    if type(value).__module__ in ("argparse", "types") and hasattr(value, "__dict__"):
+        return f"vars({path.rpartition('.')[2]})"
+    return "plain values, containers and tensors (a state_dict of it, or its text)"
+
+
+def _is_plain_dataclass(value: Any) -> bool:
+    """Return whether a value is its fields and nothing else."""
+    if not is_dataclass(value) or isinstance(value, (type, dict, list, tuple)):
+        return False
+    return {each.name for each in fields(value)}.issuperset(getattr(value, "__dict__", ()))
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def tensor_ref(name: str) -> Any:
@@ -191,6 +225,8 @@ def _decode(data: Any) -> Any:
         if data.keys() != {_KIND, "v"}:
             raise ValueError(f"it has the keys {sorted(data)}")
         return _DECODERS[kind](data["v"])
+    except ConfigError:  # of a dataclass: what was saved is not damaged
+        raise
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CorruptError(f"an encoded value of kind {str(kind)[:40]!r} cannot be read: {error!r}") from error
 
@@ -231,6 +267,38 @@ def _decode_numpy(parts: Any) -> Any:
     return array if is_array else array[()]
 
 
+def _find_class(name: Any) -> Any:
+    """Return what a name is in the modules that are imported; None: nothing. No lazy attribute is asked for."""
+    module, _, path = _text(name).partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found if isinstance(found, type) else None
+
+
+def _decode_enum(parts: Any) -> Any:
+    name, value = _members(parts)
+    kind, plain = _find_class(name), _decode(value)
+    return kind(plain) if kind is not None and issubclass(kind, Enum) else plain
+
+
+def _decode_dataclass(parts: Any) -> Any:
+    name, pairs = _members(parts)
+    kind, values = _find_class(name), _unpairs(pairs)
+    if kind is None or not is_dataclass(kind):
+        return values
+    assert isinstance(kind, type)
+    if differ := sorted(map(str, values.keys() ^ {each.name for each in fields(kind)})):
+        raise ConfigError(
+            f"the dataclass {kind.__qualname__} has other fields than when it was saved ({', '.join(differ)}): "
+            f"bring it in line, or leave its entry out of the state"
+        )
+    made = object.__new__(kind)
+    for each, value in values.items():
+        object.__setattr__(made, each, value)
+    return made
+
+
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda v: int(_text(v), 16),
     "float": lambda v: float(_text(v)),
@@ -245,4 +313,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "bytearray": lambda v: bytearray(_decode_bytes(v)),
     "tensor": lambda v: TensorRef(_text(v)),
     "numpy": _decode_numpy,
+    "path": lambda v: Path(_text(v)),
+    "enum": _decode_enum,
+    "dataclass": _decode_dataclass,
 }

@@ -109,7 +109,7 @@ def untouchables(records: Sequence[Record]) -> dict[int, list[str]]:
     for name, group in groups.items():
         if group:
             reasons.setdefault(max(map(sequence_of, group)), []).append(name)
-    if counted and max(counted, key=sequence_of).nonfinite:
+    if counted and max(counted, key=sequence_of).spoilt:
         for sequence, name in newest_finite(counted).items():
             reasons.setdefault(sequence, []).append(name)
     for record in records:

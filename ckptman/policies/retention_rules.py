@@ -60,19 +60,14 @@ class Record:
 
     @property
     def spoilt(self) -> str:
-        """What of that a restore goes back for: all but metrics that are infinite, as a gradient norm is for a moment
-        where the loss is scaled; "" where there is nothing."""
-        nan = [name for name, value in self.metrics.items() if math.isnan(value)] if self.nonfinite_metrics else []
-        return nonfinite_text(nan, self.nonfinite_tensors)
+        """What of that a restore goes back for: tensors. A metric is a label, and NaN where there is no value yet."""
+        return nonfinite_text((), self.nonfinite_tensors)
 
 
 def newest_finite(records: Sequence[Record]) -> dict[int, str]:
-    """Return the newest that has no mark, and the newest that a restore takes, by sequence with the reason."""
-    groups = {
-        "newest that a restore takes": [each for each in records if not each.spoilt],
-        "newest finite": [each for each in records if not each.nonfinite],
-    }
-    return {max(map(sequence_of, group)): reason for reason, group in groups.items() if group}
+    """Return the newest that a restore takes, by sequence with the reason; empty where none is finite."""
+    finite = [sequence_of(each) for each in records if not each.spoilt]
+    return {max(finite): "newest finite"} if finite else {}
 
 
 def nonfinite_text(metrics: Sequence[str], tensors: Sequence[str]) -> str:

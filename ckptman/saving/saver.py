@@ -407,14 +407,14 @@ class Saver:
         found = committed.nonfinite or Nonfinite()
         if committed.stale is not None and not found.tensors:  # NaN stays NaN, which is no news besides
             self._report_stale(committed.stale)
-        if what := nonfinite_text(found.metrics, found.tensors):
+        if found.metrics or found.tensors:
             self._note("nonfinite", step=step, metrics=found.metrics, tensors=found.tensors)
+        if found.tensors:
             self._warn_once(
                 "nonfinite",
-                f"the checkpoint of step {step} is not finite (NaN or infinity in {what}), and those that follow may "
-                f"not be either: the newest finite one is kept, and a restore goes back to it"
-                f"{'' if found.tensors else ', unless the metric is infinite and not NaN'}. See where it begins: "
-                f"ckptman list {self._backend.root}",
+                f"the checkpoint of step {step} is not finite (NaN or infinity in "
+                f"{nonfinite_text((), found.tensors)}), and those that follow may not be either: the newest finite one "
+                f"is kept, and a restore goes back to it. See where it begins: ckptman list {self._backend.root}",
             )
 
     def _keep_cached(self, step: int) -> None:

@@ -300,7 +300,7 @@ class CheckpointWriter:
 
         Raises: RankFailed on every rank, RankLostError where a peer is gone or silent for longer than the timeout.
         """
-        folder = channel.gather_on_leader(partial(_check, content), lambda _: self._begin(draft))
+        folder = channel.gather_on_leader(partial(_check, content), lambda _: draft.begin())
         assert isinstance(content, Content)
         write = partial(self._write, Path(folder), channel.rank, content)
         commit = partial(self._commit, draft, content)
@@ -313,10 +313,6 @@ class CheckpointWriter:
         self._stale_saves.committed()
         return found
 
-    def _begin(self, draft: Draft) -> str:
-        self._refuse_nonfinite(draft.info.nonfinite_metrics, ())
-        return draft.begin()
-
     def _write(self, folder: Path, rank: int, content: Content) -> RankResult:
         image, places, objects = content.image()
         scan = content.finite.begin() if content.finite is not None else None
@@ -324,7 +320,7 @@ class CheckpointWriter:
         result, blocks = write_rank_files(folder, rank, image, content.own_units, self._disk, write_data)
         if scan is not None:
             result.nonfinite = tuple(sorted(scan.found)[:MOST_NAMES])
-            self._refuse_nonfinite((), result.nonfinite)
+            self._refuse_nonfinite(result.nonfinite)
         result.seen = self._stale_saves.compare(content.watch, image, places, blocks)
         before, self._rows = self._rows, pack(content.file.rows(places))
         result.rows = None if self._leader_has_rows and self._rows == before else self._rows
@@ -341,9 +337,9 @@ class CheckpointWriter:
         written = self._process.write(path, shared, disk=self._disk, scan=scan) if shared is not None else None
         return written or write_source(path, image, disk=self._disk, look=scan)
 
-    def _refuse_nonfinite(self, metrics: Sequence[str], tensors: Sequence[str]) -> None:
+    def _refuse_nonfinite(self, tensors: Sequence[str]) -> None:
         """Let a save fail that holds what is not finite, where the run wants that. Raises: FloatingPointError."""
-        if self._nonfinite == "refuse" and (found := nonfinite_text(metrics, tensors)):
+        if self._nonfinite == "refuse" and (found := nonfinite_text((), tensors)):
             raise FloatingPointError(f"NaN or infinite: {found}")
 
     def _commit(self, draft: Draft, content: Content, results: list[RankResult]) -> Committed:

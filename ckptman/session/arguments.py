@@ -18,7 +18,7 @@ from ckptman.runtime.signals import SignalHandler
 from ckptman.runtime.tracker import Tracker
 from ckptman.session.watchdog_actions import Setting, patience_of
 from ckptman.state.generators import RNGState
-from ckptman.state.named_state import is_stateful
+from ckptman.state.named_state import check_plain_values, is_stateful
 
 _DETACHED = {"an optimizer": {"state", "param_groups"}, "a schedule": {"last_epoch", "_step_count"}}
 """By what a state dict is known that is a copy. That of a module holds its very tensors."""
@@ -43,6 +43,7 @@ def check_arguments(
         raise ConfigError("state is a dict of what to save by name, such as {'model': model, 'optimizer': optimizer}")
     for name, value in state.items():
         _warn_of_detached(name, value)
+    check_plain_values(state)
     kinds = set(map(type, state.values()))
     if ResumableLoader in kinds and RNGState not in kinds:
         warn(
@@ -95,6 +96,12 @@ def policies_of(
 
 def _is_number(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_metrics(metrics: object) -> None:
+    """Check that metrics have names. Raises: ConfigError."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics are numbers by name, such as {{'loss': loss}}, not a {type(metrics).__name__}")
 
 
 def check_trackers(trackers: object) -> None:

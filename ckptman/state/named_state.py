@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -161,6 +161,12 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
+def check_plain_values(state: Mapping[str, Any]) -> None:
+    """Refuse plain values that a checkpoint cannot hold. Raises: ConfigError, which names the first one."""
+    plain = {name: value for name, value in state.items() if not is_stateful(value) and not is_named(value)}
+    snapshot_of(plain)
+
+
 def is_settled(state: Mapping[str, Any]) -> bool:
     """Whether a state already has all the tensors it will have: optimizers make theirs at their first step, and other
     objects are not asked before there was one."""
@@ -247,9 +253,9 @@ def put_back(
 
 
 def _refilled(old: Any, new: Any, filled: set[int] | None) -> Any:
-    """Return what was restored, in the dicts and lists that are there: whoever else has them sees it too. One that is
-    met a second time, as in `[{}] * 3`, was several when it was saved, and stays behind."""
-    if filled is not None and isinstance(old, (MutableMapping, list)):
+    """Return what was restored, in the dicts, lists and dataclasses that are there: whoever has them sees it too. One
+    that is met a second time, as in `[{}] * 3`, was several when it was saved, and stays behind."""
+    if filled is not None and (isinstance(old, (MutableMapping, list)) or is_dataclass(old)):
         if id(old) in filled:
             return new
         filled.add(id(old))
@@ -262,6 +268,10 @@ def _refilled(old: Any, new: Any, filled: set[int] | None) -> Any:
         else:
             old.clear()
             old.update(found)
+        return old
+    if is_dataclass(old) and type(new) is type(old) and not getattr(new, "__dataclass_params__").frozen:  # noqa: B009
+        for each in fields(old):
+            setattr(old, each.name, _refilled(getattr(old, each.name, None), getattr(new, each.name), filled))
         return old
     if isinstance(old, list) and type(new) is list:
         old[:] = [_refilled(old[at] if at < len(old) else None, each, filled) for at, each in enumerate(new)]

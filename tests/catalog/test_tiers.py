@@ -99,7 +99,7 @@ BEST, LAST = {"retention": KeepBest("loss")}, {"retention": KeepLast(1)}
         (LAST_SPOILT, LAST_SPOILT[:2], LAST, {4: "keep last 1 of 1"}),
         (LAST_SPOILT, [], {"every": 3, **LAST}, [3]),  # 2 is no candidate
         ([*LAST_SPOILT, record(5)], [], LAST, [5]),
-        ([record(1), HALF_SPOILT, record(3)], [], BEST, {2: "keep best 1 by loss (min): 0.5", 3: "newest finite"}),
+        ([record(1), HALF_SPOILT, record(3)], [], BEST, [2]),
         # What is damaged or abandoned goes nowhere, and another one of the same number is not the same.
         ([record(1), record(2, damaged="a block"), record(3, abandoned="by a rollback")], [], {}, [1]),
         ([record(1)], [Record(10, 1, 5.0, 100, {})], {}, [1]),

@@ -54,8 +54,9 @@ class Run:
 
 
 def train(root, *losses, bad="", **options):
-    """Restore, and save a step for each of the losses. `bad`: spoil `model.large` ("parameter") or what the optimizer
-    keeps of the bias ("optimizer") before the saves. Returns the step that was restored, and the warnings."""
+    """Restore, and save a step for each of the losses; one that is NaN spoils `model.large`. `bad`: spoil that
+    ("parameter") or what the optimizer keeps of the bias ("optimizer") before the saves. Returns the step that was
+    restored, and the warnings."""
     run = Run()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -69,8 +70,11 @@ def train(root, *losses, bad="", **options):
                 tensor[-1] = NAN if bad == "parameter" else INF
             for step, loss in enumerate(losses, start + 1):
                 run.model.weight.data.fill_(step)
+                if math.isnan(loss):
+                    run.model.large.data[-1] = NAN
                 checkpointer.step(step, {"loss": torch.tensor(loss), "lr": 0.1})
-    return start, [str(each.message) for each in caught if "bit for bit" not in str(each.message)]
+    messages = [str(each.message) for each in caught]
+    return start, [each for each in messages if "bit for bit" not in each and "KeepBest" not in each]
 
 
 def marks(root):
@@ -107,21 +111,19 @@ def test_it_agrees_with_torch_wherever_a_number_is(dtype):
 
 
 @pytest.mark.parametrize(
-    ("losses", "bad", "found", "options"),
+    ("loss", "bad", "found", "options"),
     [
-        ((NAN,), "", "metric loss", {}),
-        ((-INF,), "", "metric loss", {}),
-        ((0.5,), "parameter", "tensor model.large", {"overlap": True}),
-        ((0.5,), "optimizer", "tensor optimizer.state.bias.exp_avg_sq", {"async_save": False}),
-        ((NAN,), "parameter", "metric loss; tensor model.large", {}),
+        (0.5, "parameter", "tensor model.large", {"overlap": True}),
+        (0.5, "optimizer", "tensor optimizer.state.bias.exp_avg_sq", {"async_save": False}),
+        (NAN, "", "metric loss; tensor model.large", {}),
     ],
 )
-def test_a_save_that_is_not_finite_is_marked(tmp_path, losses, bad, found, options):
+def test_a_save_that_is_not_finite_is_marked(tmp_path, loss, bad, found, options):
     train(tmp_path, 0.5, **options)
-    _, told = train(tmp_path, *losses, bad=bad, **options)
+    _, told = train(tmp_path, loss, bad=bad, **options)
     assert marks(tmp_path) == {1: "", 2: found}, "neither the mask nor the history marks the first"
-    assert len(told) == 1
-    assert told[0].startswith(f"the checkpoint of step 2 is not finite (NaN or infinity in {found})")
+    (line,) = told
+    assert line.startswith(f"the checkpoint of step 2 is not finite (NaN or infinity in {found.rpartition('; ')[2]})")
     assert [event["step"] for event in events(tmp_path, "nonfinite")] == [2]
 
 
@@ -137,24 +139,35 @@ def test_no_rule_deletes_the_newest_finite_one_and_a_restore_goes_back_to_it(tmp
     start, told = train(tmp_path)
     assert start == 3
     assert told == [
-        "skipping the checkpoint of step 7: NaN or infinity in metric loss. The run goes back to step 3, the newest "
-        'that is finite. restore(step=7) loads the newest all the same, and nonfinite="ignore" always does'
+        "skipping the checkpoint of step 7: NaN or infinity in tensor model.large. The run goes back to step 3, the "
+        'newest that is finite. restore(step=7) loads the newest all the same, and nonfinite="ignore" always does'
     ]
     refused = events(tmp_path, "restore_refused")
-    assert [(event["step"], event["reason"]) for event in refused] == [(7, "not finite: metric loss")]
+    assert [(event["step"], event["reason"]) for event in refused] == [(7, "not finite: tensor model.large")]
     train(tmp_path, 0.2, retention=ckptman.KeepLast(1))
     assert marks(tmp_path) == {4: ""}, "once there is a newer finite one, the rules decide again"
 
 
-def test_a_metric_that_is_infinite_is_shown_and_a_restore_does_not_go_back_for_it(tmp_path, capsys):
-    _, told = train(tmp_path, 0.5, INF, retention=ckptman.KeepLast(1))
-    assert "a restore goes back to it, unless the metric is infinite and not NaN" in told[0]
-    assert marks(tmp_path) == {1: "", 2: "metric loss"}, "nobody knows yet, so the newest finite one stays"
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("nonfinite", ["keep", "refuse"])
+def test_a_metric_marks_and_decides_nothing_but_the_best(tmp_path, value, nonfinite, capsys):
+    """As of a validation loss until there is one."""
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        ckptman.Checkpointer(tmp_path, Run().state, save_policy=1, retention=1, nonfinite=nonfinite) as checkpointer,
+    ):
+        warnings.simplefilter("always")
+        for step in (1, 2, 3):
+            checkpointer.step(step, {"val_loss": value})
+    told = [each for each in caught if "the metric 'val_loss' is NaN" in str(each.message)]
+    assert [each.filename for each in told] == [__file__] * math.isnan(value)
+    assert marks(tmp_path) == {3: "metric val_loss"}
     assert main(["list", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "complete, not finite: metric loss" in out
+    assert "complete, not finite: metric val_loss" in out
     assert "goes back" not in out
-    assert train(tmp_path) == (2, [])
+    with ckptman.Checkpointer(tmp_path, Run().state) as checkpointer:
+        assert checkpointer.restore() == 3
 
 
 def test_a_parameter_that_is_frozen_is_looked_at_too(tmp_path):
@@ -191,7 +204,7 @@ def test_where_none_is_finite_the_newest_is_restored_with_a_warning(tmp_path):
     train(tmp_path, NAN, NAN)
     start, told = train(tmp_path)
     assert start == 2
-    assert told[0].startswith(f"{tmp_path}: no checkpoint is finite (step 2: NaN or infinity in metric loss)")
+    assert told[0].startswith(f"{tmp_path}: no checkpoint is finite (step 2: NaN or infinity in tensor model.large)")
 
 
 def test_one_that_is_named_is_loaded_and_a_damaged_finite_one_leads_to_the_one_before(tmp_path):
@@ -205,7 +218,7 @@ def test_one_that_is_named_is_loaded_and_a_damaged_finite_one_leads_to_the_one_b
     start, told = train(tmp_path)
     assert start == 3, "which is better than nothing"
     assert "no other checkpoint is finite, so the run goes on from step 3 all the same" in told[-1]
-    assert "(NaN or infinity in metric loss)" in told[-1]
+    assert "(NaN or infinity in tensor model.large)" in told[-1]
 
 
 def test_a_finite_one_that_cannot_be_fetched_now_is_no_reason_to_go_on_without_it(tmp_path, monkeypatch):
@@ -258,25 +271,16 @@ def test_nobody_looks_where_that_is_not_wanted(tmp_path):
     assert train(tmp_path, nonfinite="ignore") == (3, []), "nor does a restore pass over what others have marked"
 
 
-@pytest.mark.parametrize(
-    ("loss", "bad", "named", "options"),
-    [
-        (NAN, False, "metric loss", {}),
-        (NAN, False, "metric loss", {"async_save": False}),
-        (0.5, True, "tensor model.large", {}),
-        (0.5, True, "tensor model.large", {"async_save": False}),
-    ],
-)
-def test_a_save_that_is_refused_leaves_nothing_and_the_run_may_go_on(tmp_path, loss, bad, named, options):
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_save_that_is_refused_leaves_nothing_and_the_run_may_go_on(tmp_path, is_async):
     run = Run()
-    options |= {"save_policy": ckptman.EverySteps(1), "nonfinite": "refuse"}
+    options = {"save_policy": 1, "nonfinite": "refuse", "async_save": is_async}
     with ckptman.Checkpointer(tmp_path, run.state, deadline=None, **options) as checkpointer:
         checkpointer.step(1, {"loss": 0.5})
         checkpointer.wait()
-        if bad:
-            run.model.large.data[-1] = NAN
-        with pytest.raises(CommitError, match=f"NaN or infinite: {named}") as caught:
-            checkpointer.step(2, {"loss": loss})
+        run.model.large.data[-1] = NAN
+        with pytest.raises(CommitError, match=r"NaN or infinite: tensor model\.large") as caught:
+            checkpointer.step(2)
             checkpointer.wait()
         remedy = 'Earlier checkpoints are untouched; go back to one of them with restore(), or say nonfinite="keep"'
         assert remedy in str(caught.value)

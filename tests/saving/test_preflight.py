@@ -4,7 +4,7 @@ import io
 import json
 import os
 from datetime import date
-from pathlib import Path
+from pathlib import PurePath
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def test_who_saves_such_a_tensor_by_a_state_dict_is_told(tmp_path):
     state = {
         "t": VALUES.as_subclass(Named),
         "file": io.BytesIO(b"abc"),
-        "path": Path("a"),
+        "path": PurePath("a"),
         "deep": {"hook": os.getcwd, "n": 1},
         "n": 2,
     }

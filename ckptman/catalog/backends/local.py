@@ -6,6 +6,7 @@ import contextlib
 import errno
 import math
 import os
+import re
 import select
 import subprocess
 import time
@@ -69,14 +70,17 @@ def answers(folder: Path) -> bool:
 
 
 def check_expanded(path: Path) -> None:
-    """Refuse a `~` that no shell expanded: a folder of that name invites `rm -r ~`. Raises: ConfigError."""
-    if not any(part.startswith("~") for part in path.parts) or os.path.lexists(path):
+    """Refuse a `~` or `$NAME` that no shell expanded: a folder of that name invites `rm -r ~`. Raises: ConfigError."""
+    if not re.search(r"[~$]", str(path)) or os.path.lexists(path):
         return
     given = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path  # made absolute meanwhile
+    part = next((each for each in given.parts if re.search(r"\$(\w|\{)", each)), None)
+    function = "expandvars"
     if given.parts[0].startswith("~"):
+        part, function = given.parts[0], "expanduser"
+    if part is not None:
         raise ConfigError(
-            f"{given} would be a folder named {given.parts[0]} in this one: write the path out, or give it to "
-            f"os.path.expanduser first"
+            f"{given} would be a folder named {part}: write the path out, or give it to os.path.{function} first"
         )
 
 
