@@ -81,7 +81,8 @@ class WandbTracker(AppendOnlyTracker):
         self.run.summary["ckptman/durable_step"] = step
 
     def _close(self, end: str) -> None:
-        self.run.finish(exit_code=1 if end == "failed" else 0)
+        if self.run is not None:  # else it could not begin, and said so
+            self.run.finish(exit_code=1 if end == "failed" else 0)
 
 
 def _set_aside(folder: Path, identity: str) -> bool:

@@ -44,7 +44,7 @@ def six_attempts(root, make):
             with contextlib.suppress(ZeroDivisionError):
                 attempt(root, make(root), number, until, how, steps.append)
             for each in threading.enumerate():  # one that failed does not wait, and W&B has a run once in a process
-                if each.name.endswith("Tracker"):
+                if each.name.endswith(("Tracker", "-library")):
                     each.join(60)
         counts = {step: value for step, value in counts.items() if step < steps[0]}
         counts |= {step: loss(step, number) for step in steps}
