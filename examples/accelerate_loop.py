@@ -32,8 +32,7 @@ def main(root: str) -> int:
 
     loader = ckptman.ResumableLoader(samples)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": loader, "rng": ckptman.RNGState()}
-    policy = ckptman.EverySteps(5) | ckptman.OnStop()
-    with ckptman.Checkpointer(root, state, save_policy=policy, signals=True) as checkpointer:
+    with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(5)) as checkpointer:
         step = checkpointer.restore()
         accelerator.print(f"goes on after step {step}: epoch {loader.epoch}, batch {loader.batch}", flush=True)
         for _ in range(loader.epoch, EPOCHS):

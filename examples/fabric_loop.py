@@ -30,8 +30,7 @@ def main(root: str) -> int:
     loader = ckptman.ResumableLoader(fabric.setup_dataloaders(samples))
 
     state = {"model": model, "optimizer": optimizer, "data": loader, "rng": ckptman.RNGState()}
-    policy = ckptman.EverySteps(5) | ckptman.OnStop()
-    with ckptman.Checkpointer(root, state, save_policy=policy, signals=True) as checkpointer:
+    with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(5)) as checkpointer:
         step = checkpointer.restore()
         for _ in range(loader.epoch, EPOCHS):
             for features, target in loader:

@@ -39,8 +39,7 @@ def main(root: str) -> int:
     loader = ckptman.ResumableLoader(DataLoader(data, batch_size=SAMPLES_OF_A_STEP // world_size, sampler=sampler))
 
     state = {"model": model, "optimizer": optimizer, "data": loader, "rng": ckptman.RNGState()}
-    policy = ckptman.EverySteps(5) | ckptman.OnStop()
-    with ckptman.Checkpointer(root, state, save_policy=policy, signals=True) as checkpointer:
+    with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(5)) as checkpointer:
         step = checkpointer.restore()
         for _ in range(loader.epoch, EPOCHS):
             for features, target in loader:

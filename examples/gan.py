@@ -34,8 +34,7 @@ def main(root: str) -> int:
         "data": loader,
         "rng": ckptman.RNGState(),
     }
-    policy = ckptman.EverySteps(10) | ckptman.OnStop()
-    with ckptman.Checkpointer(root, state, save_policy=policy, signals=True) as checkpointer:
+    with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(10)) as checkpointer:
         step = checkpointer.restore()
         for _ in range(loader.epoch, EPOCHS):
             for (samples,) in loader:

@@ -55,8 +55,7 @@ def main(root: str) -> int:
     optimizer = torch.optim.AdamW(model.parameters())
     # The batches follow from the generators, which are in the state; the learning rate follows from the step.
     state = {"model": model, "optimizer": optimizer, "rng": ckptman.RNGState()}
-    policy = ckptman.EverySteps(10) | ckptman.OnStop()
-    with ckptman.Checkpointer(root, state, save_policy=policy, signals=True) as checkpointer:
+    with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(10)) as checkpointer:
         for step in range(checkpointer.restore() + 1, STEPS + 1):
             starts = torch.randint(len(text) - CONTEXT, (BATCH,))
             tokens = torch.stack([text[start : start + CONTEXT + 1] for start in starts])
