@@ -243,7 +243,7 @@ def whole(tmp_path_factory):
 def test_a_signal_in_and_between_epochs(tmp_path, whole, at):
     cut = trainer_of(tmp_path, eval_strategy="steps", eval_steps=4, callbacks=[Interrupts(at)])
     cut.train()
-    assert cut.checkpointer.exit_code == 75
+    assert cut.checkpointer.exit_code == (75 if at < 45 else 0)  # all steps were done
     again = trainer_of(tmp_path, eval_strategy="steps", eval_steps=4)
     assert again.train().global_step == 45
     assert told(again) == told(whole)
