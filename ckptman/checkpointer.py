@@ -8,12 +8,13 @@ import logging
 import math
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 import torch
 
@@ -87,12 +88,59 @@ def _saves_on_stop(policy: SavePolicy) -> bool:
     return any(isinstance(each, OnStop) for each in getattr(policy, "policies", (policy,)))
 
 
-def _tell_left_open(where: str, pid: int, listening: contextlib.ExitStack) -> None:
+class _Opened:
+    """What a Checkpointer of this process holds: given back also when the Checkpointer is lost without `close()`."""
+
+    here: ClassVar[dict[Path, _Opened]] = {}
+    """By the absolute path of the root."""
+
+    def __init__(self, root: Path, checkpointer: Checkpointer) -> None:
+        self.pid, self._root, self._checkpointer = os.getpid(), root, weakref.ref(checkpointer)
+        self.held = contextlib.ExitStack()
+        self._thread: threading.Thread | None = None
+        self.here[root] = self
+
+    @classmethod
+    def take_over(cls, root: Path) -> None:
+        """End what an earlier Checkpointer of this process still holds of a root, as in the cells of a notebook."""
+        opened = cls.here.get(root)
+        if opened is None or opened.pid != os.getpid():
+            return
+        older = opened._checkpointer()
+        if older is not None:
+            warn_only(
+                f"{root}: an earlier Checkpointer of this process was not closed. It ends now, and this one takes "
+                f"over. Use each in a `with` block, or call close()"
+            )
+            older._fail(ConfigError("a later Checkpointer of the same process took over"))
+        elif opened._thread is not None:
+            opened._thread.join()
+
+    def forget(self) -> None:
+        """Note that it was closed in order."""
+        if self.here.get(self._root) is self:
+            del self.here[self._root]
+
+    def give_back(self) -> None:
+        """Give back the root. In a thread of its own: whichever thread collects garbage may be one that is ended."""
+
+        def work() -> None:
+            with contextlib.suppress(Exception):
+                self.held.close()
+            self.forget()
+
+        if threading.main_thread().is_alive():  # else the process ends, which gives back all
+            self._thread = threading.Thread(target=work, name="ckptman-give-back", daemon=True)
+            self._thread.start()
+
+
+def _tell_left_open(where: str, opened: _Opened, listening: contextlib.ExitStack) -> None:
     """Tell of a Checkpointer that was not closed, at exit or as soon as nobody has it any more."""
-    if os.getpid() != pid:
+    if os.getpid() != opened.pid:
         return
     with contextlib.suppress(ValueError):  # not in the main thread
         listening.close()
+    opened.give_back()
     if getattr(sys, "last_value", None) is None:  # else the process ends by an error, and that has been printed
         tell(
             f"the run in {where} ends without close(): it leaves no outcome for a chain to go by, and its last step "
@@ -211,6 +259,7 @@ class Checkpointer:
         self._state = UnwrappedState(state)
         self._trainables = [each for each in self._state.values() if isinstance(each, Trainable)]
         self._control = Channel(timeout_seconds)
+        _Opened.take_over(self.root.absolute())
         self._backend = backend_for(self.root.absolute(), tiers, DISK)  # the process may go to another folder
         with contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever stops this one
             self._session = RunSession.open(self._control, self._backend, run_id, total_step_number(total_steps))
@@ -255,6 +304,7 @@ class Checkpointer:
                 self._reporter = StepReporter(
                     self._session, self._control.world_size, trackers, self._timings.stall, outlook
                 )
+                undone.callback(self._reporter.close)
             self._recorder = StepRecorder(self._state, self._hooks)
             self._consensus = StepConsensus(
                 self._control, self._policy, self._timings, self._signals, self._saver, self._recorder
@@ -267,6 +317,7 @@ class Checkpointer:
                     thresholds, self._control, self._session, self._watchdog, self._timings, values
                 )
                 self._saver.report_health(self._health)
+                undone.callback(self._health.close)
             self._held = contextlib.ExitStack()
             """Keeps the checkpoint that the run went on from, as long as the run lasts."""
             self._restored_from: int | None = None
@@ -283,14 +334,16 @@ class Checkpointer:
             self._closed = False
             self._rehearse_early()
             who = f" on rank {self._control.rank}" if self._control.distributed else ""
-            self._left_open = weakref.finalize(self, _tell_left_open, f"{self.root}{who}", self._pid, self._listening)
+            self._opened = _Opened(self.root.absolute(), self)
+            where = f"{self.root}{who}"
+            self._left_open = weakref.finalize(self, _tell_left_open, where, self._opened, self._listening)
             if self._signals is not None and self._control.is_leader:
                 what = "saving" if _saves_on_stop(self._policy) else "stopping"
                 text = f"{what} after this step or the next, then exit code {EXIT_AGAIN}"
                 self._listening.enter_context(self._signals.announcing(text))
             if end is not None:
                 self._session.tell_deadline(end)
-            undone.pop_all()
+            self._opened.held = undone.pop_all()
 
     def _listen(self, signals: SignalHandler | bool | str | None) -> SignalHandler | None:
         """Return what notes signals from now on."""
@@ -588,7 +641,11 @@ class Checkpointer:
         is_told = any(each for _, each in ends)
         is_complete = self._total_steps is not None and self._timings.previous_step >= self._total_steps
         has_ended_by_itself = not is_told and (self._went_on or is_complete)
-        self._save_the_end(again if has_ended_by_itself else stop or again)
+        reason = again if has_ended_by_itself else stop or again
+        if self._stop is None or self._went_on or not self._stepped:
+            self._save_the_end(reason)
+        else:  # it is saved, if stops are
+            self._stop = reason
         self.wait()
         self._closed = True
         try:
@@ -851,6 +908,7 @@ class Checkpointer:
     def _let_go(self) -> None:
         """Be closed: nothing is told at exit, and signals that were taken here are given back."""
         self._left_open.detach()
+        self._opened.forget()
         try:
             if self._reporter is not None:
                 self._reporter.close()

@@ -28,11 +28,11 @@ class _Missing:
 MISSING = _Missing()
 
 
-@dataclass(frozen=True, eq=False)
 class Unreadable:
     """A pickled value of a class that is not loaded. Nothing of it was run. Equal to no other."""
 
-    why: str
+    def __init__(self, why: str) -> None:
+        self.why = why
 
     def __repr__(self) -> str:
         return f"<{self.why}>"

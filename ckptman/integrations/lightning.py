@@ -127,6 +127,7 @@ class CkptmanCallback(Callback):
             raise ConfigError(f"CkptmanCallback cannot save a run with {name}: {_REFUSED[name]}")
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]  # type: ignore[attr-defined]
         self._block = contextlib.ExitStack()
+        self._loaders = self._block.enter_context(_TrainLoaders(trainer, self._between_batches))
         if threading.current_thread() is threading.main_thread():
             self._settings.setdefault("signals", True)
 
@@ -141,14 +142,13 @@ class CkptmanCallback(Callback):
                 f"the module"
             )
         self._trainer = trainer
-        self._loaders = loaders = _TrainLoaders(trainer, self._between_batches)
-        self._block.callback(loaders.release)
+        self._loaders.make()
         self._progress = _TrainerState(trainer)
         state: dict[str, Any] = {
             "model": pl_module,
             **_numbered("optimizer", trainer.optimizers),
             **_numbered("lr_scheduler", [each.scheduler for each in trainer.lr_scheduler_configs]),
-            "data": loaders,
+            "data": self._loaders,
             "rng": RNGState(),
         }
         if taken := self._more_state.keys() & {*state, "trainer"}:
@@ -395,20 +395,41 @@ class _TrainerState:
 
 class _TrainLoaders:
     """The training loaders that the Trainer has made: each is wrapped, and the position of all is one entry of the
-    state, which for a single one is that of a ResumableLoader."""
+    state, which for a single one is that of a ResumableLoader.
+
+    From its block on, whatever makes loaders makes wrapped ones: `trainer.estimated_stepping_batches` does so while the
+    optimizers are made.
+    """
 
     def __init__(self, trainer: Any, between_batches: Callable[[], None]) -> None:
         self._trainer, self._between_batches = trainer, between_batches
         self.epoch = 0
         """The number of epochs begun when batches were fetched last."""
-        vars(trainer.strategy)["process_dataloader"] = self._wrap
-        trainer.fit_loop.setup_data()
-        if trainer.limit_train_batches == 1.0:
-            trainer.fit_loop._combined_loader.limits = None  # of an ElasticSampler not all epochs have as many batches
 
-    def release(self) -> None:
+    def __enter__(self) -> _TrainLoaders:
+        vars(self._trainer.strategy)["process_dataloader"] = self._wrap
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Let the Trainer make its loaders as ever."""
         vars(self._trainer.strategy).pop("process_dataloader", None)
+
+    def make(self) -> None:
+        """Have the Trainer make its loaders, unless it has. Raises: ConfigError: it has others than those wrapped."""
+        fit_loop = self._trainer.fit_loop
+        if fit_loop._combined_loader is not None and not self._are_wrapped():
+            fit_loop._combined_loader = None  # made before this block began
+        fit_loop.setup_data()
+        if not self._are_wrapped():
+            raise ConfigError(
+                "CkptmanCallback: something makes the training loaders past the strategy of the Trainer, so they have "
+                "no position to go on from: leave it out, or write the loop with a ckptman.Checkpointer"
+            )
+        if self._trainer.limit_train_batches == 1.0:
+            fit_loop._combined_loader.limits = None  # of an ElasticSampler not all epochs have as many batches
+
+    def _are_wrapped(self) -> bool:
+        return all(isinstance(each, _TrainLoader) for each in self._loaders())
 
     @property
     def per_rank(self) -> bool:

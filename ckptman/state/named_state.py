@@ -164,7 +164,7 @@ def is_stateful(value: object) -> bool:
 def check_plain_values(state: Mapping[str, Any]) -> None:
     """Refuse plain values that a checkpoint cannot hold. Raises: ConfigError, which names the first one."""
     plain = {name: value for name, value in state.items() if not is_stateful(value) and not is_named(value)}
-    snapshot_of(plain)
+    snapshot_of(nested(plain, 0))
 
 
 def is_settled(state: Mapping[str, Any]) -> bool:

@@ -86,6 +86,7 @@ class Model(pl.LightningModule):
         self.log("val_loss", self.layers(batch).square().mean(), sync_dist=True)
 
     def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches > 0  # has the loaders made, as in every second script
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
         by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
