@@ -102,11 +102,14 @@ class _Opened:
 
     @classmethod
     def take_over(cls, root: Path) -> None:
-        """End what an earlier Checkpointer of this process still holds of a root, as in the cells of a notebook."""
+        """End what an earlier Checkpointer of this process still holds of a root, as in the cells of a notebook. One
+        whose `with` block goes on is in use, and keeps it."""
         opened = cls.here.get(root)
         if opened is None or opened.pid != os.getpid():
             return
         older = opened._checkpointer()
+        if older is not None and older._in_block:
+            return
         if older is not None:
             warn_only(
                 f"{root}: an earlier Checkpointer of this process was not closed. It ends now, and this one takes "
@@ -331,7 +334,7 @@ class Checkpointer:
             self._told_stop = self._went_on = False
             """Whether the loop has asked since then, and whether it has gone on: to its own end, if it never asked."""
             self._total_steps = total_step_number(total_steps)
-            self._closed = False
+            self._closed = self._in_block = False
             self._rehearse_early()
             who = f" on rank {self._control.rank}" if self._control.distributed else ""
             self._opened = _Opened(self.root.absolute(), self)
@@ -598,6 +601,7 @@ class Checkpointer:
     # ---- the block ---------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Checkpointer:
+        self._in_block = True
         return self
 
     def __exit__(

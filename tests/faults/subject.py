@@ -1,5 +1,7 @@
 """What the campaign saves: a small state of every kind whose version can be told from any of its bytes."""
 
+import math
+
 import torch
 
 import ckptman
@@ -9,6 +11,8 @@ from tests.helpers.faulty_disk import saving_to
 POISON = 0xA5
 """What tensors are filled with before a load: a value that reaches them is seen."""
 _MARK = "not loaded"
+SPOILT = 1000
+"""From this version on a tensor is NaN."""
 
 
 def content(version, scale=1):
@@ -22,7 +26,7 @@ def content(version, scale=1):
             "large": (rows * (version + 1) + version).to(torch.int32),
             "half": ((rows[:16, :33] + version) % 251).to(torch.bfloat16).t().contiguous(),
             "flags": (rows[:7, :5] + version) % 3 == 0,
-            "one": torch.tensor(version + 0.5, dtype=torch.float64),
+            "one": torch.tensor(math.nan if version >= SPOILT else version + 0.5, dtype=torch.float64),
             "none": torch.zeros(0, 3),
         },
         "epoch": version,

@@ -372,10 +372,11 @@ def test_use_after_the_end_is_an_error(tmp_path):
 
 
 def test_a_second_one_in_the_same_process_says_how_to_close_the_first(tmp_path):
-    first = Checkpointer(tmp_path, {"value": {"n": 1}}, save_policy=NEVER)
-    with pytest.raises(BusyError, match=r"this very process.*close\(\)"):
+    with (
+        Checkpointer(tmp_path, {"value": {"n": 1}}, save_policy=NEVER),
+        pytest.raises(BusyError, match=r"this very process.*close\(\)"),
+    ):
         Checkpointer(tmp_path, {"value": {"n": 1}}, save_policy=NEVER)
-    first.close()
     Checkpointer(tmp_path, {"value": {"n": 1}}, save_policy=NEVER).close()
 
 
