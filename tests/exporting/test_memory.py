@@ -15,7 +15,7 @@ from tests.helpers.ranks import alone
 pytestmark = pytest.mark.slow
 
 MIB = 1024 * 1024
-LIMIT_BYTES = 112 * MIB
+LIMIT_BYTES = 144 * MIB
 """What an export may take besides the libraries."""
 
 CHILD = """
