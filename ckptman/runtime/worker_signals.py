@@ -7,7 +7,7 @@ parent is there. `terminate()` ends them as ever.
 
     start()      hands the signals to the new process, which begins with them blocked
     live_on()    runs first in it: ignore the signals, and unblock them
-    terminate()  sends RELEASE after SIGTERM, by which a worker knows that its parent means it
+    terminate()  sends RELEASE in place of SIGTERM, which a worker ignores
 
 Left alone are processes that were there before, plain forks, and programs (`subprocess`).
 """
@@ -98,6 +98,7 @@ def _start(start: Callable[[Any], None]) -> Callable[[Any], None]:
         self._ckptman = _LiveOn(_local.ignored, frozenset(_once_blocked))
         try:
             start(self)
+            self._popen.ignores = bool(_local.ignored)
         finally:
             del self._ckptman
             _local.ignored = None
@@ -120,8 +121,11 @@ def _spawn(spawn: Callable[..., int]) -> Callable[..., int]:
 def _terminate(terminate: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(terminate)
     def end_worker(self: Any) -> None:
-        terminate(self)
-        self._send_signal(RELEASE)
+        # One signal: a second thread of the worker may take two at once, and its main thread would sleep on.
+        if getattr(self, "ignores", False):
+            self._send_signal(RELEASE)
+        else:
+            terminate(self)
 
     return end_worker
 
@@ -132,8 +136,10 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _end_by_parent(number: int, frame: FrameType | None) -> None:
-    if signal.getsignal(signal.SIGTERM) is _ignore:  # else the worker has a handler of its own
+    if signal.getsignal(signal.SIGTERM) is _ignore:
         _die(signal.SIGTERM)
+    else:  # the worker has a handler of its own
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _die(number: int) -> None:

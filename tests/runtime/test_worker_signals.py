@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -96,6 +97,22 @@ def test_a_handler_of_its_own_is_called(method):
         process.terminate()
         process.join(WAIT)
         assert process.exitcode == 3
+
+
+def sleep_beside_a_thread(pipe):
+    threading.Thread(target=time.sleep, args=(WAIT,), daemon=True).start()
+    pipe.send("ready")
+    time.sleep(WAIT)
+
+
+def test_one_with_another_thread_can_be_terminated():
+    with SignalHandler():
+        for _ in range(10):
+            process, pipe = worker("fork", sleep_beside_a_thread)
+            assert pipe.recv() == "ready"
+            process.terminate()
+            process.join(WAIT / 2)
+            assert process.exitcode == -signal.SIGTERM
 
 
 def test_programs_that_a_worker_starts_can_be_terminated():
