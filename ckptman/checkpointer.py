@@ -102,8 +102,8 @@ class _Opened:
 
     @classmethod
     def take_over(cls, root: Path) -> None:
-        """End what an earlier Checkpointer of this process still holds of a root, as in the cells of a notebook. One
-        whose `with` block goes on is in use, and keeps it."""
+        """End an earlier Checkpointer of this process that still holds the root, as when the cell of a notebook runs
+        again. One inside its `with` block is in use and keeps the root."""
         opened = cls.here.get(root)
         if opened is None or opened.pid != os.getpid():
             return
@@ -115,7 +115,8 @@ class _Opened:
                 f"{root}: an earlier Checkpointer of this process was not closed. It ends now, and this one takes "
                 f"over. Use each in a `with` block, or call close()"
             )
-            older._fail(ConfigError("a later Checkpointer of the same process took over"))
+            # Not an Exception: a crash would make what it was restored from a suspect.
+            older._fail(SystemExit("a later Checkpointer of the same process took over"))
         elif opened._thread is not None:
             opened._thread.join()
 
@@ -745,11 +746,11 @@ class Checkpointer:
         )
 
     def _go_on_after_stop(self) -> None:
-        """Warn once that a loop goes on which was asked to stop, and does not look."""
+        """Warn once that the loop ignores a stop request."""
         if not self._went_on and not self._told_stop and self._control.is_leader:
             warn_only(
-                f"the run was asked to stop ({self._stop}), and the loop goes on: it does not ask. Say "
-                f"`if checkpointer.should_stop(): break` after each step()"
+                f"the run was asked to stop ({self._stop}), but the loop goes on. Leave it after step(): "
+                f"if checkpointer.should_stop(): break"
             )
         self._went_on = True
 

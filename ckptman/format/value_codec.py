@@ -3,8 +3,9 @@
 Scalars, lists and dicts with text keys are themselves; everything else is `{"~": kind, "v": ...}`. A tensor is a
 reference to the flat name under which its bytes are saved. What has no exact form is refused with its path.
 
-A member of an enum and a dataclass name their class. They come back as such where the program has imported it, and as
-the plain value, or a dict of the fields, where it has not: reading imports nothing, and calls no method of a dataclass.
+Enum members and dataclasses are stored with the name of their class. If the program has imported that class, they are
+restored as instances of it; otherwise as the plain value or a dict of the fields. Reading imports nothing and runs no
+method of a dataclass.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ class Record:
 
     @property
     def spoilt(self) -> str:
-        """What of that a restore goes back for: tensors. A metric is a label, and NaN where there is no value yet."""
+        """The tensors in it that are NaN or infinite, for which a restore skips it. Metrics do not count: they are
+        labels, and often NaN until there is a value."""
         return nonfinite_text((), self.nonfinite_tensors)
 
 

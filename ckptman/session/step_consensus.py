@@ -64,7 +64,7 @@ class StepConsensus:
         self._expected_step = -1
         self._planned: Decision | CkptmanError | None = None
         self.has_stopped = False
-        """Whether the ranks have agreed to stop: a loop that goes on all the same is not asked to again."""
+        """Whether the ranks have agreed to stop. A loop that goes on is not asked again."""
         self.memory: MemorySaves | None = None
         """What saves to memory, where anything does."""
         self._planned_memory: Decision | None = None

@@ -36,7 +36,7 @@ def loop(root, until=12, stop_at=4, asks=lambda step: False, **options):
             run.step(step)
             if asks(step) and run.should_stop():
                 break
-    return step, run.exit_code, [str(each.message) for each in caught if "does not ask" in str(each.message)]
+    return step, run.exit_code, [str(each.message) for each in caught if "but the loop goes on" in str(each.message)]
 
 
 # ---- stop requests ---------------------------------------------------------------------------------------------------
@@ -233,6 +233,19 @@ def test_one_that_is_lost_gives_its_root_back(tmp_path):
     with Checkpointer(tmp_path, state()) as run:
         assert run.restore() == 1
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_cell_that_runs_again_and_again_makes_no_checkpoint_a_suspect(tmp_path):
+    with Checkpointer(tmp_path, state()) as run:
+        run.step(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            run = Checkpointer(tmp_path, state(), save_policy=1000)
+            assert run.restore() == 1
+            run.step(2)
+        with Checkpointer(tmp_path, state()) as run:
+            assert run.restore() == 1
 
 
 def test_a_newer_one_of_the_same_process_takes_over(tmp_path):
