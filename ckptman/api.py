@@ -13,7 +13,7 @@ from ckptman.catalog.reader_lease import reading
 from ckptman.comm.control_group import AllRanks, Channel, RankFailed, failing_as_one
 from ckptman.comm.frozen import agree_on_frozen
 from ckptman.comm.replicas import compare_replicas
-from ckptman.errors import CommitError, warn_only
+from ckptman.errors import CommitError, short_traceback, warn_only
 from ckptman.io.durable_files import DISK
 from ckptman.loading.accepted import EVERYTHING, Accepted, Skipped
 from ckptman.loading.loader import load as load_checkpoint
@@ -30,6 +30,7 @@ _COMPARED: set[int] = set()
 """Signatures of the states whose replicas were compared: the first save of each does that."""
 
 
+@short_traceback
 def save(
     state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, step: int | None = None, overwrite: bool = False
 ) -> None:
@@ -76,7 +77,7 @@ def save(
         CheckpointWriter(DISK).save(channel, draft, Content.of(shot, file, file.memory(shot)))
     except RankFailed as failed:
         if failed.failure.error is not None:
-            raise failed.failure.error from failed
+            raise failed.failure.error from failed.failure.error.__cause__
         raise CommitError(info.step, failed.failure.rank, failed.failure.text) from failed
     finally:
         if draft is not None:
@@ -95,6 +96,7 @@ def _warn_of_refused(shot: Snapshot, file: RankFile) -> None:
     warn_of_refused(file.special(shot), values)
 
 
+@short_traceback
 def load(
     state_dict: MutableMapping[str, Any],
     path: str | os.PathLike[str],

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
 import os
-import sys
-import threading
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
 from ckptman.catalog.backends.tiered import backend_for
 from ckptman.comm.control_group import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
 from ckptman.comm.frozen import agree_on_frozen
-from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, SuspectError, warn, warn_only
+from ckptman.errors import (
+    EXIT_AGAIN,
+    EXIT_OK,
+    CkptmanError,
+    CommitError,
+    ConfigError,
+    SuspectError,
+    short_traceback,
+    warn,
+    warn_only,
+)
 from ckptman.format.paths import MAX_STEP
 from ckptman.io.durable_files import DISK
 from ckptman.loading.accepted import Accepted
@@ -31,7 +38,7 @@ from ckptman.policies.save_policies import OnStop, SavePolicy
 from ckptman.policies.tiers import Tier
 from ckptman.runtime.deadline import deadline_from_environment
 from ckptman.runtime.launcher import code_for_again, end_launcher_at_exit
-from ckptman.runtime.log import show_by_default, tell
+from ckptman.runtime.log import show_by_default
 from ckptman.runtime.signals import SignalHandler, free_signals
 from ckptman.runtime.tracker import Tracker
 from ckptman.saving.finite_check import OnNonfinite
@@ -47,6 +54,7 @@ from ckptman.session.arguments import (
     step_number,
     total_step_number,
 )
+from ckptman.session.open_root import OpenRoot, tell_left_open
 from ckptman.session.restorer import Restorer
 from ckptman.session.run_health import RunHealth, thresholds_of
 from ckptman.session.run_health import Setting as HealthSetting
@@ -57,7 +65,7 @@ from ckptman.session.step_consensus import Agreed, StepConsensus
 from ckptman.session.step_reporter import StepReporter
 from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import Setting, make_watchdog
-from ckptman.state.named_state import is_settled
+from ckptman.state.named_state import check_plain_values, is_settled
 from ckptman.state.step_record import OptimizerHooks, Recorded, StepRecorder
 from ckptman.state.trainable import Trainable
 from ckptman.state.wrappers import UnwrappedState
@@ -86,71 +94,6 @@ def _copied(metric: Any) -> Any:
 
 def _saves_on_stop(policy: SavePolicy) -> bool:
     return any(isinstance(each, OnStop) for each in getattr(policy, "policies", (policy,)))
-
-
-class _Opened:
-    """What a Checkpointer of this process holds: given back also when the Checkpointer is lost without `close()`."""
-
-    here: ClassVar[dict[Path, _Opened]] = {}
-    """By the absolute path of the root."""
-
-    def __init__(self, root: Path, checkpointer: Checkpointer) -> None:
-        self.pid, self._root, self._checkpointer = os.getpid(), root, weakref.ref(checkpointer)
-        self.held = contextlib.ExitStack()
-        self._thread: threading.Thread | None = None
-        self.here[root] = self
-
-    @classmethod
-    def take_over(cls, root: Path) -> None:
-        """End an earlier Checkpointer of this process that still holds the root, as when the cell of a notebook runs
-        again. One inside its `with` block is in use and keeps the root."""
-        opened = cls.here.get(root)
-        if opened is None or opened.pid != os.getpid():
-            return
-        older = opened._checkpointer()
-        if older is not None and older._in_block:
-            return
-        if older is not None:
-            warn_only(
-                f"{root}: an earlier Checkpointer of this process was not closed. It ends now, and this one takes "
-                f"over. Use each in a `with` block, or call close()"
-            )
-            # Not an Exception: a crash would make what it was restored from a suspect.
-            older._fail(SystemExit("a later Checkpointer of the same process took over"))
-        elif opened._thread is not None:
-            opened._thread.join()
-
-    def forget(self) -> None:
-        """Note that it was closed in order."""
-        if self.here.get(self._root) is self:
-            del self.here[self._root]
-
-    def give_back(self) -> None:
-        """Give back the root. In a thread of its own: whichever thread collects garbage may be one that is ended."""
-
-        def work() -> None:
-            with contextlib.suppress(Exception):
-                self.held.close()
-            self.forget()
-
-        if threading.main_thread().is_alive():  # else the process ends, which gives back all
-            self._thread = threading.Thread(target=work, name="ckptman-give-back", daemon=True)
-            self._thread.start()
-
-
-def _tell_left_open(where: str, opened: _Opened, listening: contextlib.ExitStack) -> None:
-    """Tell of a Checkpointer that was not closed, at exit or as soon as nobody has it any more."""
-    if os.getpid() != opened.pid:
-        return
-    with contextlib.suppress(ValueError):  # not in the main thread
-        listening.close()
-    opened.give_back()
-    if getattr(sys, "last_value", None) is None:  # else the process ends by an error, and that has been printed
-        tell(
-            f"the run in {where} ends without close(): it leaves no outcome for a chain to go by, and its last step "
-            f"may not be saved. Use the Checkpointer in a `with` block, or call close()",
-            logging.WARNING,
-        )
 
 
 def _outlook(timings: Timings, policy: SavePolicy, memory: MemorySaves | None) -> dict[str, Any]:
@@ -229,6 +172,7 @@ class Checkpointer:
     after it the run can save again.
     """
 
+    @short_traceback
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -263,7 +207,9 @@ class Checkpointer:
         self._state = UnwrappedState(state)
         self._trainables = [each for each in self._state.values() if isinstance(each, Trainable)]
         self._control = Channel(timeout_seconds)
-        _Opened.take_over(self.root.absolute())
+        with failing_as_one():
+            self._control.run_on_all(partial(check_plain_values, self._state))
+        OpenRoot.take_over(self.root.absolute())
         self._backend = backend_for(self.root.absolute(), tiers, DISK)  # the process may go to another folder
         with contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever stops this one
             self._session = RunSession.open(self._control, self._backend, run_id, total_step_number(total_steps))
@@ -335,12 +281,12 @@ class Checkpointer:
             self._told_stop = self._went_on = False
             """Whether the loop has asked since then, and whether it has gone on: to its own end, if it never asked."""
             self._total_steps = total_step_number(total_steps)
-            self._closed = self._in_block = False
+            self._closed = False
             self._rehearse_early()
             who = f" on rank {self._control.rank}" if self._control.distributed else ""
-            self._opened = _Opened(self.root.absolute(), self)
+            self._opened = OpenRoot(self.root.absolute(), self._fail)
             where = f"{self.root}{who}"
-            self._left_open = weakref.finalize(self, _tell_left_open, where, self._opened, self._listening)
+            self._left_open = weakref.finalize(self, tell_left_open, where, self._opened, self._listening)
             if self._signals is not None and self._control.is_leader:
                 what = "saving" if _saves_on_stop(self._policy) else "stopping"
                 text = f"{what} after this step or the next, then exit code {EXIT_AGAIN}"
@@ -362,6 +308,7 @@ class Checkpointer:
 
     # ---- what a loop calls -------------------------------------------------------------------------------------
 
+    @short_traceback
     def restore(
         self,
         step: int | None = None,
@@ -448,6 +395,7 @@ class Checkpointer:
         self._watchdog.beat("start", 0)
         return found or 0
 
+    @short_traceback
     def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> str | None:
         """End optimizer step `step`, and save if it is time.
 
@@ -505,6 +453,7 @@ class Checkpointer:
             self._consensus.ahead(step + stride)
         return reason
 
+    @short_traceback
     def save(self, step: int, metrics: Mapping[str, Any] | None = None, *, reason: str = "asked for") -> None:
         """Save now, whatever the policy says. Every rank calls it.
 
@@ -525,6 +474,7 @@ class Checkpointer:
         self._last, self._stepped = self._record(step, metrics), True
         self.beat()
 
+    @short_traceback
     def wait(self) -> None:
         """Wait until the save in the background is durable. Every rank calls it.
 
@@ -602,9 +552,10 @@ class Checkpointer:
     # ---- the block ---------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Checkpointer:
-        self._in_block = True
+        self._opened.in_block = True
         return self
 
+    @short_traceback
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -620,6 +571,7 @@ class Checkpointer:
         else:
             self._fail(error)
 
+    @short_traceback
     def close(self) -> None:
         """End the run's block: save the last step if it is not saved, wait until it is durable, write the outcome.
 
@@ -918,8 +870,7 @@ class Checkpointer:
             if self._reporter is not None:
                 self._reporter.close()
         finally:
-            with contextlib.suppress(ValueError):  # not in the main thread
-                self._listening.close()
+            self._listening.close()
 
     def _fail(self, error: BaseException) -> None:
         """End with an error: do nothing that needs the other ranks, who may be gone."""

@@ -35,12 +35,12 @@ def release(tmp_path_factory):
     pytest.importorskip("hatch_fancy_pypi_readme")
     folder = tmp_path_factory.mktemp("release")
     build = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t"]
-    subprocess.run([*build, "sdist"], cwd=REPOSITORY, check=True, capture_output=True, timeout=60)
+    subprocess.run([*build, "sdist"], cwd=REPOSITORY, check=True, capture_output=True, timeout=240)
     [sdist] = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "source", filter="data")
     [source] = (folder / "source").iterdir()
-    subprocess.run([*build, "wheel"], cwd=source, check=True, capture_output=True, timeout=60)
+    subprocess.run([*build, "wheel"], cwd=source, check=True, capture_output=True, timeout=240)
     [wheel] = folder.glob("*.whl")
     return Release(source, sdist, wheel)
 

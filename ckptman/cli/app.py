@@ -15,10 +15,8 @@ import typer
 
 from ckptman.cli.console import complain, exit_code, message, plain, say, stop_writing
 from ckptman.cli.help import Group, Verb, help_width
-from ckptman.errors import CkptmanError, ConfigError, NotFoundError
+from ckptman.errors import TRACEBACK_ENV, CkptmanError, ConfigError, NotFoundError
 
-TRACEBACK_ENV = "CKPTMAN_TRACEBACK"
-"""Set to 1 to print the traceback of an error, for a bug report."""
 _COMPLETION_WORDS = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
 EXIT_BUG = 70
 """EX_SOFTWARE of sysexits.h."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -60,6 +60,11 @@ class RankFailed(Exception):
             remedy = "If it is the disk: check the mount, its permissions and its quota on that rank"
         return self.failure.error or CkptmanError(". ".join(filter(None, (failed, remedy, left))))
 
+    def raise_on_this_rank(self, left: str = "") -> NoReturn:
+        """Raise `as_ckptman_error`, from what it was raised from where it failed."""
+        error = self.as_ckptman_error(left)
+        raise error from (error.__cause__ if self.failure.error is not None else self.__cause__ or self)
+
 
 class Call(NamedTuple):
     """What a rank is asked to do, sent to the others where they may have been asked for something else."""
@@ -85,7 +90,7 @@ def failing_as_one() -> Iterator[None]:
     try:
         yield
     except RankFailed as failed:
-        raise failed.as_ckptman_error() from failed
+        failed.raise_on_this_rank()
 
 
 def await_ranks(timeout_seconds: float) -> None:
@@ -262,7 +267,7 @@ class AllRanks(Generic[T]):
         self.all = self._channel.gather(sent)
         for each in self.all:
             if isinstance(each, Failure):
-                raise RankFailed(each)
+                raise RankFailed(each) from (error if each.rank == self._channel.rank else None)
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:

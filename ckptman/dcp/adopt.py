@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptman.dcp.adopt_describe import describe, placed
-from ckptman.errors import ConfigError, CorruptError, ExistsError, NotFoundError, RootError, plain
+from ckptman.errors import ConfigError, CorruptError, ExistsError, NotFoundError, RootError, plain, short_traceback
 from ckptman.format.foreign import recognize, step_in
 from ckptman.format.manifest import Manifest, read_manifest
 from ckptman.format.paths import MANIFEST, METADATA, parse_data, parse_half_written, parse_step, step_folder
@@ -48,6 +48,7 @@ class Adopted:
     remarks: tuple[str, ...] = ()
 
 
+@short_traceback
 def adopt(
     path: str | os.PathLike[str],
     step: int | None = None,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from ckptman.catalog.reader_lease import reading
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError, short_traceback
 from ckptman.exporting.choice import CASTS, Choice, Item, choose, excluding, renaming
 from ckptman.exporting.formats import config_file, dcp_files, safetensors_files, torch_file
 from ckptman.exporting.target import OLD, Format, check_target, clear_leftovers, draft_of
@@ -42,6 +42,7 @@ class Exported:
     remarks: list[str] = field(default_factory=list)
 
 
+@short_traceback
 def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],

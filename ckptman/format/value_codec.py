@@ -3,9 +3,9 @@
 Scalars, lists and dicts with text keys are themselves; everything else is `{"~": kind, "v": ...}`. A tensor is a
 reference to the flat name under which its bytes are saved. What has no exact form is refused with its path.
 
-Enum members and dataclasses are stored with the name of their class. If the program has imported that class, they are
-restored as instances of it; otherwise as the plain value or a dict of the fields. Reading imports nothing and runs no
-method of a dataclass.
+Enum members and dataclasses are stored with the name of their class. They are decoded as instances of the class if the
+program has imported it and it still fits, otherwise as an `OpaqueValue`. Decoding imports nothing and runs no method of
+a dataclass.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import math
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ckptman.errors import ConfigError, CorruptError
 
@@ -32,6 +32,7 @@ _JSON_INT = 2**63
 _NUMBERS = "biufc"
 """Kinds of numpy dtype: bool, signed and unsigned integer, float, complex."""
 _NOTHING = object()
+_PLAIN_FORMS = ("dataclasses.asdict(...)", ".value of the member")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,53 @@ class TensorRef:
     """Stands for the tensor that is saved under this flat name."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class OpaqueValue:
+    """An enum member or a dataclass instance whose class is not imported here, or no longer fits.
+
+    `kind`: name of the class; `value`: the value of the enum member, or the fields of the dataclass; `why`: what is
+    wrong with the class; `text`: `str` of an enum member, which is a part of flat names if it is a key.
+    """
+
+    kind: str
+    value: Any
+    why: str = field(compare=False)
+    text: str = ""
+
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+    def __repr__(self) -> str:
+        return f"{self.kind.rpartition(':')[2]}({self.value!r})"
+
+    def __str__(self) -> str:
+        return self.text or repr(self)
+
+
+def plain_value(value: Any) -> Any:
+    """Return a decoded value with each `OpaqueValue` in it replaced by the plain value or the dict of fields."""
+    if isinstance(value, OpaqueValue):
+        return plain_value(value.value)
+    if isinstance(value, dict):
+        return type(value)({plain_value(key): plain_value(each) for key, each in value.items()})
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return type(value)(map(plain_value, value))
+    return value
+
+
+def opaque_in(value: Any, path: str) -> Iterator[tuple[str, OpaqueValue]]:
+    """Yield each `OpaqueValue` in a decoded value, with its path."""
+    if isinstance(value, OpaqueValue):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from opaque_in(key, f"{path} (key)")
+            yield from opaque_in(each, f"{path}.{key}")
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for number, each in enumerate(value):
+            yield from opaque_in(each, f"{path}.{number}")
 
 
 Keys = tuple[str | int, ...]
@@ -80,10 +128,12 @@ def encode(value: Any, path: str, hook: Hook | None = None, depth: int = 0) -> A
     if kind is type(Path()):
         return _tagged("path", str(value))
     if isinstance(value, Enum):
-        return _tagged("enum", [_name_of(kind), encode(value.value, path, None, depth + 1)])
+        return _tagged("enum", [_class_name(kind, path), encode(value.value, path, None, depth + 1), str(value)])
     if _is_plain_dataclass(value):
-        there = {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
-        return _tagged("dataclass", [_name_of(kind), _pairs(there, path, None, depth + 1)])
+        if unset := [each.name for each in fields(value) if not hasattr(value, each.name)]:
+            raise ConfigError(f"{path} is a {kind.__qualname__} whose field {unset[0]} is not set: set it, to None say")
+        held = {each.name: getattr(value, each.name) for each in fields(value)}
+        return _tagged("dataclass", [_class_name(kind, path), _pairs(held, path, None, depth + 1)])
     encoded = _encode_numpy(value)
     if encoded is None and hook is not None:
         encoded = hook(value, path)
@@ -109,13 +159,20 @@ def _way_out(value: Any, path: str) -> str:
 
 def _is_plain_dataclass(value: Any) -> bool:
     """Return whether a value is its fields and nothing else."""
-    if not is_dataclass(value) or isinstance(value, (type, dict, list, tuple)):
+    if not is_dataclass(value) or isinstance(value, type) or type(value).__new__ is not object.__new__:
         return False
     return {each.name for each in fields(value)}.issuperset(getattr(value, "__dict__", ()))
 
 
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
+def _class_name(kind: type, path: str) -> str:
+    """Return the name under which a restore finds a class. Raises: ConfigError: it finds none."""
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if _find_class(name) is not kind:
+        raise ConfigError(
+            f"{path} is of the class {kind.__qualname__}, which a restore cannot find by this name: define the class "
+            f"at the top level of a module, or save the plain value ({_PLAIN_FORMS[issubclass(kind, Enum)]})"
+        )
+    return name
 
 
 def tensor_ref(name: str) -> Any:
@@ -226,8 +283,6 @@ def _decode(data: Any) -> Any:
         if data.keys() != {_KIND, "v"}:
             raise ValueError(f"it has the keys {sorted(data)}")
         return _DECODERS[kind](data["v"])
-    except ConfigError:  # of a dataclass: what was saved is not damaged
-        raise
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CorruptError(f"an encoded value of kind {str(kind)[:40]!r} cannot be read: {error!r}") from error
 
@@ -278,23 +333,24 @@ def _find_class(name: Any) -> Any:
 
 
 def _decode_enum(parts: Any) -> Any:
-    name, value = _members(parts)
-    kind, plain = _find_class(name), _decode(value)
-    return kind(plain) if kind is not None and issubclass(kind, Enum) else plain
+    name, encoded, text = _members(parts)
+    kind, value = _find_class(name), _decode(encoded)
+    if kind is None or not issubclass(kind, Enum):
+        return OpaqueValue(name, value, "the program has not imported this enum", _text(text))
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        return OpaqueValue(name, value, f"the enum has no value {value!r} any more", _text(text))
 
 
 def _decode_dataclass(parts: Any) -> Any:
     name, pairs = _members(parts)
     kind, values = _find_class(name), _unpairs(pairs)
-    if kind is None or not is_dataclass(kind):
-        return values
-    assert isinstance(kind, type)
+    if kind is None or not is_dataclass(kind) or kind.__new__ is not object.__new__:
+        return OpaqueValue(name, values, "the program has not imported this dataclass")
     if differ := sorted(map(str, values.keys() ^ {each.name for each in fields(kind)})):
-        raise ConfigError(
-            f"the dataclass {kind.__qualname__} has other fields than when it was saved ({', '.join(differ)}): "
-            f"bring it in line, or leave its entry out of the state"
-        )
-    made = object.__new__(kind)
+        return OpaqueValue(name, values, f"the dataclass has other fields than when it was saved: {', '.join(differ)}")
+    made: Any = object.__new__(cast(type, kind))
     for each, value in values.items():
         object.__setattr__(made, each, value)
     return made

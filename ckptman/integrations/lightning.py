@@ -169,6 +169,7 @@ class CkptmanCallback(Callback):
         if self._progress.is_restored:
             self._put_back = RNGState().state_dict()
             trainer.num_sanity_val_steps = 0  # as Lightning does: it would change what was restored
+        self._loaders.is_training = True
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the handlers of Lightning off."""
@@ -402,9 +403,10 @@ class _TrainLoaders:
     """
 
     def __init__(self, trainer: Any, between_batches: Callable[[], None]) -> None:
-        self._trainer, self._between_batches = trainer, between_batches
+        self._trainer, self.between_batches = trainer, between_batches
         self.epoch = 0
         """The number of epochs begun when batches were fetched last."""
+        self.is_training = False
 
     def __enter__(self) -> _TrainLoaders:
         vars(self._trainer.strategy)["process_dataloader"] = self._wrap
@@ -498,15 +500,15 @@ class _TrainLoaders:
                 "the training loader does not know how many batches it has, so Lightning looks one batch ahead: give "
                 "its dataset a __len__, or say how many with Trainer(limit_train_batches=1000)"
             )
-        return _TrainLoader(resumable, self._between_batches)
+        return _TrainLoader(resumable, self)
 
 
 class _TrainLoader:
     """A ResumableLoader that calls back before each batch. Its pass begins when the first is wanted: until then the
     Trainer may make as many iterators as it likes."""
 
-    def __init__(self, loader: ResumableLoader[Any], between_batches: Callable[[], None]) -> None:
-        self.loader, self._between_batches = loader, between_batches
+    def __init__(self, loader: ResumableLoader[Any], owner: _TrainLoaders) -> None:
+        self.loader, self._owner = loader, owner
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -517,13 +519,16 @@ class _TrainLoader:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        self._between_batches()
+        if not self._owner.is_training:  # a module that looks at the data while it is set up
+            yield from self.loader.loader
+            return
+        self._owner.between_batches()
         batches, length = iter(self.loader), operator.length_hint(self.loader, -1)
         for batch in batches:
             if self.loader.batch == length:
                 next(batches, None)  # the Trainer does not ask whether there is another: by its next epoch it is over
             yield batch
-            self._between_batches()
+            self._owner.between_batches()
 
 
 def _numbered(name: str, found: list[Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from ckptman.errors import BusyError, CommitError, CorruptError, RankLostError, SchedulerError
+from ckptman.errors import BusyError, CommitError, CorruptError, RankLostError, SchedulerError, raised_from
 
 SHORTAGE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """This process or its host has no memory or no descriptor left."""
@@ -125,8 +125,8 @@ def _has_environment(error: BaseException) -> bool:
         seen.add(id(each))
         if _is_environment(each):
             return True
-        context = None if each.__suppress_context__ else each.__context__
-        left += [each.__cause__, context if context is not None and _is_outage(context) else None]
+        cause, context = raised_from(each)
+        left += [cause, context if context is not None and _is_outage(context) else None]
         group = getattr(each, "exceptions", ())
         left += group if isinstance(group, tuple) else ()
     return False

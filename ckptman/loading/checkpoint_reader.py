@@ -38,7 +38,7 @@ from ckptman.format.index import (
 from ckptman.format.manifest import Manifest, missing_file, read_manifest
 from ckptman.format.paths import INDEX, MANIFEST, METADATA, parse_step
 from ckptman.format.torch_zip import PartOfFile
-from ckptman.format.value_codec import TensorRef, decode, leaves_in, paths_in
+from ckptman.format.value_codec import TensorRef, decode, leaves_in, paths_in, plain_value
 from ckptman.io.checked_reader import Wanted, read_wanted
 from ckptman.io.checksums import Digests, digest_file, digest_of_blocks
 from ckptman.io.safe_open import open_regular
@@ -449,14 +449,14 @@ class Lazy:
 
 
 def resolve(value: Any) -> Any:
-    """Return a value with each `Lazy` in it read."""
+    """Return a value with each `Lazy` in it read, and plain values in place of instances that cannot be made here."""
     if isinstance(value, Lazy):
         return value.read()
     if type(value) is dict:
         return {key: resolve(each) for key, each in value.items()}
     if type(value) is list:
         return [resolve(each) for each in value]
-    return value
+    return plain_value(value)
 
 
 def _set(root: dict[str, Any], path: tuple[str | int, ...], leaf: Any, folder: Path) -> None:

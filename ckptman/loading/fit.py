@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptman.errors import ConfigError, plain, warn
-from ckptman.format.value_codec import TensorRef
+from ckptman.format.value_codec import TensorRef, opaque_in
 from ckptman.loading.accepted import Accepted, matches, matches_any
 from ckptman.loading.checkpoint_reader import Lazy, SavedState, resolve
 from ckptman.loading.optimizer_fit import (
@@ -153,6 +153,10 @@ class Fit:
             refuse_unfillable(name, tensor)
         if not self._strict:
             self._leave_alone_what_is_kept()
+        for name, value in self.values.items():
+            report.mismatched.update(
+                f"{path}: checkpoint a {each.kind}, and {each.why}" for path, each in opaque_in(value, name)
+            )
         report.known = self._known_patterns()
         if not report.missing and not report.mismatched:
             plain_names = [

@@ -83,7 +83,7 @@ def load(
             try:
                 channel.run_on_all(partial(fit.apply, names))
             except RankFailed as failed:  # an object refused its state: no older checkpoint would help
-                raise failed.as_ckptman_error(NOT_USABLE if in_place or not strict else "") from failed
+                failed.raise_on_this_rank(NOT_USABLE if in_place or not strict else "")
     return skipped
 
 
@@ -114,7 +114,7 @@ def _match_on_all(channel: Channel, fit: Fit, folder: Path, accepted: Accepted, 
     try:
         channel.run_on_all(fit.ask)
     except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
-        raise failed.as_ckptman_error() from failed
+        failed.raise_on_this_rank()
     with _corrupt_on_all(folder):
         found = FitReport.of_all(channel.run_on_all(fit.match))
     besides = set[str]().union(*channel.gather(fit.unexpected(found.wanted)))
@@ -178,7 +178,7 @@ def _corrupt_on_all(folder: Path) -> Iterator[None]:
     except RankFailed as failed:
         failure = failed.failure
         if failure.error is not None:
-            raise failure.error from failed
+            failed.raise_on_this_rank()
         trouble = trouble_of_load(failure.text, failure.errno)
         if trouble is not None:
             told = _TROUBLES[trouble].format(rank=failure.rank, text=failure.text, folder=folder)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckptman.catalog.reader_lease import reading
-from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
+from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain, short_traceback
 from ckptman.format.paths import METADATA, is_checkpoint
 from ckptman.format.value_codec import Keys, leaves_in, without
 from ckptman.loading.accepted import matches, matches_any, told
@@ -23,6 +23,7 @@ from ckptman.state.local_shards import QUANTIZED
 from ckptman.state.named_state import refs_in, replace_refs
 
 
+@short_traceback
 def read(
     path: str | os.PathLike[str], only: str | Sequence[str] | None = None, *, verify: bool = True
 ) -> dict[str, Any]:

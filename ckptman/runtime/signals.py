@@ -81,14 +81,13 @@ class SignalHandler:
         self._repeat_seconds = repeat_seconds
         self._seen: dict[signal.Signals, float] = {}
         self._previous: dict[signal.Signals, Previous] = {}
-        self._restore: contextlib.ExitStack | None = None
         self._notice: tuple[int, str] | None = None
         self._is_over = False
 
     @property
     def entered(self) -> bool:
         """Whether it notes signals now: inside its block, in the process that entered it."""
-        return self._restore is not None
+        return self in _entered
 
     @property
     def requested(self) -> bool:
@@ -97,7 +96,7 @@ class SignalHandler:
         return self.received is not None
 
     def __enter__(self) -> SignalHandler:
-        if self._restore is not None:
+        if self.entered:
             raise ConfigError("this SignalHandler is in use already: make a new one for an inner block")
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
@@ -105,27 +104,27 @@ class SignalHandler:
                 "and hand it to the thread that trains (its flag can be read from any thread)"
             )
         _watch_children()
+        found = {number: _in_use(signal.getsignal(number), number) for number in self.signals}
         self.received, self.told, self._is_over = None, False, False
         self._seen.clear()
-        self._previous.clear()
-        with contextlib.ExitStack() as restore:
-            for number in self.signals:
-                previous = signal.getsignal(number)
-                stays_ignored = previous is signal.SIG_IGN and number in _STAY_IGNORED
-                if stays_ignored or previous is None or number in self._previous:
-                    continue
-                # Noted before the handler is in place: the signal may come between the two lines.
-                self._previous[number] = previous
-                restore.callback(signal.signal, number, previous)
-                signal.signal(number, self._on_signal)
-            self._restore = restore.pop_all()
+        self._previous = {
+            number: previous
+            for number, previous in found.items()
+            if previous is not None and not (previous is signal.SIG_IGN and number in _STAY_IGNORED)
+        }
         _entered.append(self)
+        try:
+            for number in self._previous:
+                signal.signal(number, self._on_signal)
+        except BaseException:  # a signal that came may raise, as the handler for Ctrl-C does
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self in _entered:  # not in a forked child, where it is undone already
+        if self.entered:  # not in a forked child, where it is undone already
             _entered.remove(self)
             self._undo()
 
@@ -141,12 +140,18 @@ class SignalHandler:
             self._notice = None
 
     def _undo(self) -> None:
-        restore, self._restore = self._restore, None
-        if restore is not None:
-            try:
-                restore.close()
-            except ValueError:  # not in the main thread: the handlers stay, and pass on what comes
-                self._is_over = True
+        """Take this handler out of the chain of handlers, wherever it stands in it."""
+        for number, previous in self._previous.items():
+            above = next((each for each in _entered if each._previous.get(number) == self._on_signal), None)
+            if above is not None:  # blocks need not end in the order in which they began
+                above._previous[number] = previous
+            elif signal.getsignal(number) != self._on_signal:
+                self._is_over = True  # the handler that was set since may call this one
+            else:
+                try:
+                    signal.signal(number, previous)
+                except ValueError:  # not in the main thread
+                    self._is_over = True
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         # Runs between any two bytecodes, perhaps inside a lock or a write: no logging, nothing that can block.
@@ -168,10 +173,13 @@ class SignalHandler:
 
     def _pass_on(self, number: signal.Signals, frame: FrameType | None, previous: Previous) -> None:
         """Do what this signal would have done without this block."""
-        signal.signal(number, previous)
+        is_installed = signal.getsignal(number) == self._on_signal
+        if is_installed:
+            signal.signal(number, previous)
         if callable(previous):
             previous(number, frame)
-        else:
+        elif is_installed or not self._is_over:
+            signal.signal(number, previous)
             signal.raise_signal(number)
 
     def _write_notice(self, number: signal.Signals, previous: Previous) -> None:
@@ -191,23 +199,35 @@ class SignalHandler:
 def free_signals() -> tuple[list[signal.Signals], list[str]]:
     """Return the stop signals that nobody else in this process handles, and who handles the others.
 
-    Left out are all of them outside the main thread, which alone can set handlers, and SIGINT where somebody types: it
-    interrupts a cell of a notebook.
+    None are free outside the main thread, which alone can set handlers. SIGINT is not free in a notebook or an
+    interactive shell, where it interrupts a cell.
     """
     if threading.current_thread() is not threading.main_thread():
         return [], ["signals are noted in the main thread alone, and this is another one"]
     is_typed = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    caught: set[int] = set()
+    with contextlib.suppress(OSError):
+        caught = worker_signals.signals_in("SigCgt")
     free, taken = [], []
     for number in STOP_SIGNALS:
         handler = signal.getsignal(number)
-        is_ours = isinstance(getattr(handler, "__self__", None), SignalHandler)
+        is_ours = isinstance(getattr(handler, "__self__", None), SignalHandler) or worker_signals.is_ignored(handler)
         if number == signal.SIGINT and is_typed:
             continue
-        if is_ours or handler in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
+        if handler in (signal.SIG_DFL, signal.SIG_IGN) and number in caught:
+            taken.append(f"{number.name} is handled by a C library, such as faulthandler")
+        elif is_ours or handler in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
             free.append(number)
         else:
             taken.append(f"{number.name} is handled by {_name_of(handler)}")
     return free, taken
+
+
+def _in_use(handler: Previous, number: signal.Signals) -> Previous:
+    """Return the handler, or the one before it if it is that of a SignalHandler whose block has ended."""
+    while isinstance(owner := getattr(handler, "__self__", None), SignalHandler) and owner._is_over:
+        handler = owner._previous[number]
+    return handler
 
 
 def _name_of(handler: object) -> str:

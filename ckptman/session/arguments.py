@@ -18,8 +18,7 @@ from ckptman.runtime.signals import SignalHandler
 from ckptman.runtime.tracker import Tracker
 from ckptman.session.watchdog_actions import Setting, patience_of
 from ckptman.state.generators import RNGState
-from ckptman.state.named_state import check_plain_values, is_stateful
-from ckptman.state.wrappers import UnwrappedState
+from ckptman.state.named_state import is_stateful
 
 _DETACHED = {"an optimizer": {"state", "param_groups"}, "a schedule": {"last_epoch", "_step_count"}}
 """By what a state dict is known that is a copy. That of a module holds its very tensors."""
@@ -44,7 +43,6 @@ def check_arguments(
         raise ConfigError("state is a dict of what to save by name, such as {'model': model, 'optimizer': optimizer}")
     for name, value in state.items():
         _warn_of_detached(name, value)
-    check_plain_values(UnwrappedState(state))
     kinds = set(map(type, state.values()))
     if ResumableLoader in kinds and RNGState not in kinds:
         warn(

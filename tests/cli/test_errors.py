@@ -346,7 +346,7 @@ def test_a_reader_that_leaves_is_no_error(checkpoints, tmp_path):
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-c", "import ckptman.cli; ckptman.cli.main()", "list", str(tmp_path)]
-    ran = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    ran = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=240)
     os.close(write)
     assert (ran.returncode, ran.stderr) == (141, b"")
 
@@ -354,4 +354,4 @@ def test_a_reader_that_leaves_is_no_error(checkpoints, tmp_path):
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_without_standard_output_there_is_an_exit_code(closed, tmp_path):
     command = f"{sys.executable} -m ckptman list {tmp_path} {closed}"
-    assert subprocess.run(["bash", "-c", command], timeout=60, capture_output=True).returncode == 0
+    assert subprocess.run(["bash", "-c", command], timeout=240, capture_output=True).returncode == 0

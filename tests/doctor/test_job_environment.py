@@ -221,7 +221,7 @@ def test_processes_of_this_node():
 @pytest.mark.slow
 def test_what_torch_says_of_itself():
     command = "from ckptman.state.installed_torch import torch_facts; print(torch_facts().version)"
-    ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=240, check=True)
     import torch
 
     assert ran.stdout.strip() == str(torch.__version__)
@@ -244,5 +244,5 @@ def test_without_torch_it_is_said_and_ctrl_c_meanwhile_is_ctrl_c(code, told, tmp
     (tmp_path / "torch.py").write_text(code)
     command = "from ckptman.state.installed_torch import torch_facts; print(torch_facts())"
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}
-    ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60, env=environ)
+    ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=240, env=environ)
     assert told in (ran.stderr if "Interrupt" in code else ran.stdout)

@@ -4,6 +4,7 @@ import argparse
 import gc
 import signal
 import threading
+import traceback
 import warnings
 from dataclasses import dataclass
 from enum import Enum
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 import ckptman
-from ckptman import Checkpointer, ConfigError
+from ckptman import Checkpointer, ConfigError, MismatchError
 from ckptman.format.paths import outcome_path
 from ckptman.runtime.outcome import read_outcome
+from tests.helpers.ranks import run_ranks
 
 
 def state():
@@ -181,6 +183,24 @@ def test_paths_enums_and_dataclasses_are_saved_and_filled_in_place(tmp_path):
         assert others == {"phase": Phase.MAIN}
 
 
+def test_a_dataclass_that_has_changed_is_named_and_can_be_left_out(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path, {**state(), "progress": Progress()}) as run:
+        run.step(1)
+
+    @dataclass
+    class Changed:
+        best: float = 0.0
+
+    Changed.__qualname__ = "Progress"
+    monkeypatch.setitem(globals(), "Progress", Changed)
+    why = r"progress: .*other fields than when it was saved: out, phase"
+    with Checkpointer(tmp_path, {**state(), "progress": Changed()}) as run, pytest.raises(MismatchError, match=why):
+        run.restore()
+    with Checkpointer(tmp_path, state()) as run:
+        assert run.restore(unexpected=["progress"]) == 1
+    assert ckptman.read(tmp_path, only="progress")["progress"]["phase"] is Phase.WARM_UP
+
+
 @pytest.mark.parametrize(
     ("value", "way_out"),
     [
@@ -258,3 +278,55 @@ def test_a_newer_one_of_the_same_process_takes_over(tmp_path):
         with pytest.raises(ConfigError, match="is closed"):
             older.step(2)
     assert read_outcome(outcome_path(tmp_path)).state == "finished"
+
+
+# ---- tracebacks ------------------------------------------------------------------------------------------------------
+
+
+class Failing:
+    def state_dict(self):
+        return self.deep()
+
+    def deep(self):
+        raise TypeError("mine")
+
+    def load_state_dict(self, state):
+        pass
+
+
+def frames(error):
+    return [(Path(each.filename).name, each.name) for each in traceback.extract_tb(error.__traceback__)]
+
+
+def test_a_traceback_ends_at_the_users_line(tmp_path, monkeypatch):
+    here = (Path(__file__).name, "test_a_traceback_ends_at_the_users_line")
+    for full in ("", "1"):
+        monkeypatch.setenv("CKPTMAN_TRACEBACK", full)
+        with pytest.raises(ConfigError) as refused:
+            Checkpointer(tmp_path, {**state(), "f": lambda: 1})
+        with pytest.raises(ckptman.NotFoundError) as missing:
+            ckptman.read(tmp_path / "missing")
+        for error in (refused.value, missing.value):
+            assert frames(error)[0] == here
+            assert (len(frames(error)) == 2) != bool(full)
+            assert "".join(traceback.format_exception(error)).count("Traceback") == 1 or full
+
+
+def test_an_error_of_the_users_own_code_is_shown_with_its_frames_alone(tmp_path):
+    with (
+        pytest.raises(ckptman.CkptmanError, match="TypeError: mine") as caught,
+        Checkpointer(tmp_path, {**state(), "failing": Failing()}) as run,
+    ):
+        run.step(1)
+    assert [name for _, name in frames(caught.value.__cause__)] == ["state_dict", "deep"]
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 2
+
+
+def differ(root):
+    with pytest.raises(ConfigError, match=r"f is a builtins\.function") as caught:
+        Checkpointer(root, {**state(), "f": (lambda: 1) if torch.distributed.get_rank() else 1})
+    return len(frames(caught.value))
+
+
+def test_what_one_rank_cannot_save_is_refused_on_all(tmp_path):
+    assert run_ranks(2, differ, tmp_path, fresh=True) == [2, 2]

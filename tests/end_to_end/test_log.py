@@ -47,7 +47,7 @@ def process(body, folder):
 def ended(body, folder):
     """The exit code of a script, and the lines it wrote to standard error."""
     with process(body, folder) as running:
-        _, err = running.communicate(timeout=60)
+        _, err = running.communicate(timeout=240)
     return running.returncode, err.splitlines()
 
 
@@ -113,7 +113,7 @@ def test_ctrl_c_is_answered_at_once(tmp_path):
             "ckptman: SIGINT received: saving after this step or the next, then exit code 75; a second one, 3 s later "
             "or more, ends the process at once\n"
         )
-        _, err = running.communicate("\n", timeout=60)
+        _, err = running.communicate("\n", timeout=240)
     assert running.returncode == 75, err
     said = [line.split(" after step")[0] for line in err.splitlines()]
     assert said[-1] == "ckptman: stopped"

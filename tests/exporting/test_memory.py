@@ -63,7 +63,7 @@ def test_four_times_the_memory(folder, count, tmp_path):
     for format, cast in drawn(kinds, count):
         out = tmp_path / f"{format}-{cast}"
         words = [sys.executable, "-c", CHILD, str(folder), str(out), format, cast, str(LIMIT_BYTES)]
-        ran = subprocess.run(words, capture_output=True, text=True, timeout=100)
+        ran = subprocess.run(words, capture_output=True, text=True, timeout=240)
         if ran.returncode == 77:
             pytest.skip("this system does not limit the memory of a process")
         assert ran.returncode == 0, ran.stderr

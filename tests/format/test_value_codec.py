@@ -18,7 +18,17 @@ from hypothesis.extra import numpy as numpy_st
 
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.index import Index, Unit
-from ckptman.format.value_codec import MAX_DEPTH, TensorRef, decode, encode, tensor_ref
+from ckptman.format.value_codec import (
+    MAX_DEPTH,
+    OpaqueValue,
+    TensorRef,
+    decode,
+    encode,
+    opaque_in,
+    paths_in,
+    plain_value,
+    tensor_ref,
+)
 
 
 def there_and_back(value):
@@ -87,6 +97,11 @@ class Config:
     more: object = None
 
 
+@dataclass
+class Failure(Exception):
+    text: str
+
+
 @given(values)
 @settings(max_examples=200, deadline=None)
 def test_any_value_comes_back_exactly(value):
@@ -125,18 +140,49 @@ def test_values_that_others_get_wrong(value):
     assert same(value, there_and_back(value))
 
 
-def test_where_its_class_is_not_there_a_value_is_a_plain_one(monkeypatch):
-    data = encode([Colour.RED, Config("adamw")], "app")
-    monkeypatch.setattr(sys.modules[__name__], "Colour", None)
+def test_without_its_class_a_value_is_opaque_and_has_a_plain_form(monkeypatch):
+    data = encode([{Colour.RED: (Colour.RED,)}, Config("adamw")], "app")
     monkeypatch.delitem(sys.modules, __name__)
-    assert decode(data) == [1, {"name": "adamw", "options": {}, "more": None}]
+    found = decode(data)
+    assert same(found, decode(data))
+    assert [path for path, _ in opaque_in(found, "app")] == ["app.0 (key)", "app.0.1.0", "app.1"]
+    assert [path for path, _ in paths_in({"app": found})] == ["app.0.1", "app.1"]
+    assert plain_value(found) == [{1: (1,)}, {"name": "adamw", "options": {}, "more": None}]
 
 
-def test_a_dataclass_with_other_fields_is_refused():
-    data = encode(Config("adamw"), "app")
-    data["v"][1][0][0] = "title"  # was "name"
-    with pytest.raises(ConfigError, match=r"Config has other fields than when it was saved \(name, title\)"):
-        decode(data)
+@pytest.mark.parametrize(
+    ("value", "old", "new", "why"),
+    [
+        (Config("adamw"), '"name"', '"title"', "other fields than when it was saved: name, title"),
+        (Colour.RED, " 1,", " 9,", "the enum has no value 9 any more"),
+        (Colour.RED, "Colour", "Gone", "the program has not imported this enum"),
+        (Config("adamw"), "Config", "Gone", "the program has not imported this dataclass"),
+    ],
+)
+def test_a_class_that_has_changed_spoils_its_own_value_alone(value, old, new, why):
+    text = json.dumps({"a": encode(value, "app"), "b": 1})
+    assert old in text
+    found = decode(json.loads(text.replace(old, new)))
+    assert found["b"] == 1
+    assert isinstance(found["a"], OpaqueValue)
+    assert found["a"].why.endswith(why)
+
+
+def test_a_class_that_no_restore_finds_is_refused():
+    class Inner(IntEnum):
+        ONE = 1
+
+    with pytest.raises(ConfigError, match=r"app.mode is of the class .*Inner, .*: define .*top level .*\.value"):
+        encode({"mode": Inner.ONE}, "app")
+
+
+def test_dataclasses_that_are_not_their_fields_alone_are_refused():
+    config = Config("adamw")
+    del config.name
+    with pytest.raises(ConfigError, match="app is a Config whose field name is not set: set it"):
+        encode(config, "app")
+    with pytest.raises(ConfigError, match=r"app is a .*Failure, which a checkpoint cannot hold"):
+        encode(Failure("x"), "app")
 
 
 def test_arrays_come_back_writable():

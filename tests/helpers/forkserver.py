@@ -126,7 +126,7 @@ class Python(subprocess.Popen[Any]):
         ready.close()
 
 
-def run(*arguments, check=False, timeout=60.0, **options):
+def run(*arguments, check=False, timeout=240.0, **options):
     """`subprocess.run` of `python ARGUMENTS...`, forked from the server."""
     if options.pop("capture_output", False):
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -118,7 +118,7 @@ def proxy_before(port):
                 text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
                 self._reply(int(failure), {"Content-Type": "application/xml"}, text, len(text))
                 return
-            upstream = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            upstream = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
             headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "connection")}
             headers["Content-Length"] = str(len(body))
             upstream.request(self.command, self.path, body, headers)
@@ -185,7 +185,7 @@ def proxy_fixture(monkeypatch):
 def bucket_fixture(proxy):
     """A bucket of its own."""
     name = f"bucket-{os.getpid()}-{next(_buckets)}"
-    connection = http.client.HTTPConnection("127.0.0.1", server_port(), timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server_port(), timeout=240)
     connection.request(
         "PUT", f"/{name}", headers={"Authorization": "AWS4-HMAC-SHA256 Credential=testing/x/us-east-1/s3"}
     )

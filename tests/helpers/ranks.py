@@ -151,7 +151,7 @@ class World:
 
 
 @contextlib.contextmanager
-def start_ranks(world_size, function, *args, limit=60.0, alone=False):
+def start_ranks(world_size, function, *args, limit=240.0, alone=False):
     """Start ranks of its own that each call `function(*args)` inside an initialised gloo process group.
 
     `alone`: one process without a group.
@@ -174,7 +174,7 @@ def _end_pool() -> None:
         _pool.popitem()[1].end()
 
 
-def run_ranks(world_size, function, *args, limit=60.0, fresh=False):
+def run_ranks(world_size, function, *args, limit=240.0, fresh=False):
     """Call `function(*args)` on that many ranks and return their results in order of rank.
 
     `fresh`: on ranks of its own. A function that leaves a Checkpointer by an error needs them: as other ranks may wait
@@ -200,7 +200,7 @@ def run_ranks(world_size, function, *args, limit=60.0, fresh=False):
     return results
 
 
-def alone(function, *args, limit_seconds=100.0):
+def alone(function, *args, limit_seconds=240.0):
     """What `function(*args)` returns in a process of its own, which may fork ranks itself.
 
     Raises: RankError with its traceback, or that it did not end in time.

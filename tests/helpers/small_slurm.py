@@ -130,7 +130,7 @@ class SmallSlurm:
     # ---- what a test may do ------------------------------------------------------------------------------------
 
     def ask(self, *command):
-        done = subprocess.run(command, env={**os.environ, **self.environ}, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, env={**os.environ, **self.environ}, capture_output=True, text=True, timeout=240)
         return done.stdout if done.returncode == 0 else ""
 
     def queue(self):

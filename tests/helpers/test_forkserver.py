@@ -34,7 +34,7 @@ def test_it_gets_what_its_client_gives(tmp_path):
     script.write_text(f"import os, sys\nprint(input(), sys.argv, os.environ['NAME'], os.getcwd(), __file__)\n{told}")
     environ = {**os.environ, "NAME": "value"}
     with Python("script.py", "a b", cwd=tmp_path, env=environ, stdin=-1, stdout=-1, stderr=-1, text=True) as process:
-        out, err = process.communicate("line", timeout=60)
+        out, err = process.communicate("line", timeout=240)
     assert out == f"line ['script.py', 'a b'] value {tmp_path} {script}\n"
     assert err == "told\n"
 

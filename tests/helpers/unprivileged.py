@@ -19,4 +19,4 @@ def ckptman(*arguments):
             pytest.skip("root may do everything, and there is no setpriv")
         dropped = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
     command = [*dropped, PYTHON, "-m", "ckptman", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)

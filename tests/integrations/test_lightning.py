@@ -114,6 +114,16 @@ class Adversarial(Model):
         return [torch.optim.AdamW(self.layers[0].parameters(), 0.01), torch.optim.SGD(self.layers[3].parameters(), 0.1)]
 
 
+class Looking(Model):
+    """Looks at the training data while it is set up."""
+
+    def configure_optimizers(self):
+        _ = self.trainer.estimated_stepping_batches
+        batch = next(iter(self.trainer.train_dataloader))
+        assert len(batch)
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
 class Counting(pl.LightningDataModule):
     """Counts what it transferred, and saves that."""
 
@@ -249,6 +259,7 @@ def hooked():
 
 RUNS = {
     "two optimizers by hand": lambda: {"model": Adversarial, "accumulate_grad_batches": 1},
+    "looks at its data first": lambda: {"model": Looking},
     "a datamodule and two loaders": lambda: {"data": Counting()},
     "hooks and averaged weights": lambda: {**hooked(), "val_check_interval": 1.0},
     "epochs cut short and loaders made anew": lambda: {

@@ -48,7 +48,7 @@ def records(wandb, folder):
     [file] = folder.glob("*.wandb")
     core = [wandb.util.get_core_path(), "leet", "inspect", "--no-observability"]
     command = [*core, "--json", "--run-file", str(file), str(folder.parent)]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    output = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert output.returncode == 0, output.stderr
     return [json.loads(line) for line in output.stdout.splitlines()]
 
@@ -86,7 +86,7 @@ def sync(server, folder):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | own
     command = [sys.executable, "-m", "wandb", "sync", str(folder)]
     # In its folder: the command writes a log where it is called.
-    output = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, cwd=folder.parent)
+    output = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ, cwd=folder.parent)
     assert output.returncode == 0, output.stderr
 
 

@@ -63,7 +63,7 @@ def test_each_piece_is_fetched_and_then_finished_once(count, fetchers, finishers
 
 
 def test_the_next_are_fetched_while_one_is_finished():
-    others = threading.Barrier(4, timeout=60)
+    others = threading.Barrier(4, timeout=240)
 
     def fetch(number, scratch):
         if number in (1, 2, 3):

@@ -1,6 +1,7 @@
 """SignalHandler, with real signals: to this process, and to processes of its own that tell us what they saw."""
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ckptman import ConfigError, SignalHandler
+from ckptman.runtime.signals import free_signals
 
 ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -76,7 +78,7 @@ def test_the_second_identical_signal_does_what_it_would_have_done(first, second,
         process.send_signal(first)
         assert process.stdout.readline() == f"saw {first.name}\n"
         process.send_signal(second)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=240)
     assert (process.returncode, out) == (code, "" if code else "not reached\n"), err
     assert told in err
 
@@ -266,3 +268,64 @@ def test_one_that_is_left_in_another_thread_passes_signals_on(restoring):
     send(signal.SIGUSR1)
     assert (calls, signals.received) == (["mine"], None)
     assert signal.getsignal(signal.SIGUSR1) is mine
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("order", [0, 1])
+def test_blocks_that_end_in_any_order(restoring, count, order):
+    calls = []
+    signal.signal(signal.SIGUSR1, lambda *_: calls.append("mine"))
+    mine = signal.getsignal(signal.SIGUSR1)
+    blocks = [SignalHandler([signal.SIGUSR1]) for _ in range(count)]
+    for each in blocks:
+        each.__enter__()
+    left = blocks[:]
+    while left:
+        left.pop(0 if order else len(left) // 2).__exit__(None, None, None)
+        send(signal.SIGUSR1)
+        assert all(each.requested for each in left)
+        assert calls == ([] if left else ["mine"])
+        for each in left:
+            each.received = None
+    assert signal.getsignal(signal.SIGUSR1) is mine
+
+
+def test_blocks_under_the_handler_of_somebody_else(restoring):
+    calls = []
+    with SignalHandler([signal.SIGUSR1]) as outer:
+        inner = SignalHandler([signal.SIGUSR1])
+        inner.__enter__()
+        before = signal.signal(signal.SIGUSR1, lambda *arguments: (calls.append("theirs"), before(*arguments)))
+        inner.__exit__(None, None, None)
+        send(signal.SIGUSR1)
+        assert (calls, inner.requested, outer.requested) == (["theirs"], False, True)
+        signal.signal(signal.SIGUSR1, before)  # as whoever leaves in order does
+        with SignalHandler([signal.SIGUSR1]) as later:
+            send(signal.SIGUSR1)
+            assert later.requested
+            assert not inner.requested
+
+
+def test_one_that_was_left_in_another_thread_does_not_disturb_the_next(restoring):
+    signals, thread = SignalHandler([signal.SIGUSR1]), None
+    for _ in range(2):  # the same one again, too
+        signals.__enter__()
+        thread = threading.Thread(target=signals.__exit__, args=(None, None, None))
+        thread.start()
+        thread.join()
+        with SignalHandler([signal.SIGUSR1]) as later:
+            send(signal.SIGUSR1)
+            send(signal.SIGUSR1)
+            assert later.requested
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_signals_that_are_handled_in_c_are_not_free(tmp_path):
+    with (tmp_path / "trace").open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        try:
+            free, taken = free_signals()
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    assert signal.SIGUSR1 not in free
+    assert "SIGUSR1 is handled by a C library, such as faulthandler" in taken

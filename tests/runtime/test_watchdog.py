@@ -59,7 +59,7 @@ def command(body):
 
 
 def run(body, folder):
-    done = subprocess.run(command(body), cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command(body), cwd=folder, capture_output=True, text=True, timeout=240)
     return Ended(done.returncode, done.stdout, done.stderr, time.monotonic())
 
 
@@ -151,7 +151,7 @@ say("goes on")
         process.send_signal(signal.SIGSTOP)
         time.sleep(Patience(2.0).notice_seconds("step") + 0.5)  # what passes is what is tested; the backstop has 4 s
         process.send_signal(signal.SIGCONT)
-        out, err = process.communicate("\n", timeout=30)
+        out, err = process.communicate("\n", timeout=240)
     assert process.returncode == 0, err
     assert out.startswith("goes on")
 

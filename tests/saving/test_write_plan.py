@@ -115,7 +115,7 @@ class Line:
     def __init__(self, ranks):
         self.ranks, self.sent = ranks, Counter[str]()
         self._box = [None] * ranks
-        self._barrier = threading.Barrier(ranks, timeout=20)
+        self._barrier = threading.Barrier(ranks, timeout=240)
 
     def gather(self, rank, value):
         self._box[rank] = value

@@ -80,7 +80,7 @@ def bash(text, folder, *arguments, **environ):
         **environ,
     }
     return subprocess.run(
-        ["bash", *arguments, "script"], cwd=folder, env=env, capture_output=True, text=True, timeout=30
+        ["bash", *arguments, "script"], cwd=folder, env=env, capture_output=True, text=True, timeout=240
     )
 
 
@@ -121,7 +121,7 @@ def test_shellcheck_has_nothing_to_say(name, tmp_path):
         path = tmp_path / f"{number}.sbatch"
         path.write_text(script(name, *given))
         # What `activate` holds is not ours to follow.
-        done = subprocess.run([str(SHELLCHECK), "-e", "SC1091", path], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([str(SHELLCHECK), "-e", "SC1091", path], capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout
 
 

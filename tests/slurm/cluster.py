@@ -187,7 +187,7 @@ class Cluster:
     def ask(self, *command):
         """What a command of Slurm prints; empty where it fails."""
         done = subprocess.run(
-            command, env=self.environ, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+            command, env=self.environ, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
         )
         return done.stdout if done.returncode == 0 else ""
 
@@ -222,7 +222,7 @@ class Cluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _daemon(self, *command):
-        done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=240)
         if done.returncode:
             raise RuntimeError(f"{command[0]}: {done.stderr or done.stdout}\n{self._last_words()}")
 

@@ -63,7 +63,7 @@ def program(name, body, monkeypatch):
 
 def sbatch(*arguments):
     command = ["sbatch", "--parsable", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
