@@ -18,6 +18,8 @@ import torch
 from ckptman.catalog.backends.tiered import backend_for
 from ckptman.comm.control_group import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
 from ckptman.comm.frozen import agree_on_frozen
+from ckptman.data.persistent_workers import warn_of_persistent_workers
+from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.errors import (
     EXIT_AGAIN,
     EXIT_OK,
@@ -205,7 +207,8 @@ class Checkpointer:
         await_ranks(timeout_seconds)
         self.root, self.state = Path(root), state
         self._state = UnwrappedState(state)
-        self._trainables = [each for each in self._state.values() if isinstance(each, Trainable)]
+        self._noting = [each for each in self._state.values() if isinstance(each, Trainable | ResumableLoader)]
+        """What is told of each step."""
         self._control = Channel(timeout_seconds)
         with failing_as_one():
             self._control.run_on_all(partial(check_plain_values, self._state))
@@ -282,6 +285,9 @@ class Checkpointer:
             """Whether the loop has asked since then, and whether it has gone on: to its own end, if it never asked."""
             self._total_steps = total_step_number(total_steps)
             self._closed = False
+            for each in self._noting:
+                if isinstance(each, ResumableLoader):
+                    each.note_step(has_ended=False)
             self._rehearse_early()
             who = f" on rank {self._control.rank}" if self._control.distributed else ""
             self._opened = OpenRoot(self.root.absolute(), self._fail)
@@ -427,7 +433,8 @@ class Checkpointer:
             self._go_on_after_stop()
         if not self._rehearsed:
             self._rehearse()
-        for each in self._trainables:
+            warn_of_persistent_workers(self._state.values())
+        for each in self._noting:
             each.note_step()
         if self._health is not None:
             self._health.step_ended()
@@ -470,6 +477,8 @@ class Checkpointer:
         step = step_number(step)
         if step < self._timings.previous_step:
             self._refuse_step(step)
+        for each in self._noting:
+            each.note_step()
         self._save(step, metrics, reason)
         self._last, self._stepped = self._record(step, metrics), True
         self.beat()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import random
 import time
 from collections import deque
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 from xxhash import xxh3_64_intdigest
 
+from ckptman.data.batch_digest import digest_of
 from ckptman.data.elastic_sampler import ElasticSampler
 from ckptman.data.prepared_loader import prepared
 from ckptman.errors import ConfigError, warn_only
@@ -44,13 +46,17 @@ class ResumableLoader(Generic[T]):
     generators that a dataset keeps to itself, and what an `IterableDataset` draws while it is read: the batches that
     were consumed are read again, and thrown away.
 
+    A pass that is left early before a `step()` of the Checkpointer, such as a look at one batch (`next(iter(loader))`),
+    is no epoch: the next iteration begins where that one did.
+
     The position belongs to one rank, and can be restored in the middle of an epoch on as many ranks only; with an
     `ElasticSampler` it belongs to all of them, and can be restored on any number.
 
     Args:
         loader: A DataLoader, also one that Accelerate or Fabric has prepared; a StatefulDataLoader of torchdata, whose
             own state is used where its dataset or sampler has one; or another iterable that gives the same batches when
-            it is iterated anew.
+            it is iterated anew, such as a prefetcher around a DataLoader. Its batches that were consumed are read again
+            and thrown away, and a RuntimeWarning says if the last of them is another one than before.
 
     Raises:
         ConfigError: It is an iterator, its batches come out of order, or its ElasticSampler is within a batch sampler
@@ -72,13 +78,24 @@ class ResumableLoader(Generic[T]):
         self.wait_seconds = 0.0
         """For how long batches were waited for, in all."""
         self._begun = self._restored = False
+        self._has_stepped: bool | None = None
+        """Whether a step has ended in this pass; None: nobody tells."""
+        self._resumed: _Resumed | None = None
+        """If this pass continues a restored one: what there was when it began."""
+        self._looks = self._looks_left = 0
+        """How often a batch was looked at before this pass, and how often that is still to come in a resumed one."""
+        self._last = ""
+        """A digest of the last batch, of a loader whose batches are read again."""
         self._kind: dict[str, Any] | None = None
         """What the position of this pass is about, found once: a position is taken at each step."""
         self._own_now: tuple[str, ...] = ()
         """Generators of the loader as they were when a position was saved that is to be gone on from."""
-        self._elastic = _Elastic.of(loader)
         self._prepared = prepared(loader)
-        self._indices = _Indices.of(loader if self._prepared is None else self._prepared.inside)
+        self._inside = _attribute_inside(loader) if self._prepared is None else None
+        self.dataloader: Any = loader if self._inside is None else getattr(loader, self._inside)
+        """What has samplers and generators: the loader itself, or the DataLoader inside a prefetcher."""
+        self._elastic = _Elastic.of(self.dataloader)
+        self._indices = _Indices.of(self.dataloader if self._prepared is None else self._prepared.inside)
         if self._indices is None and self._prepared is not None:
             raise ConfigError(
                 "ResumableLoader: Accelerate or Fabric has prepared a loader whose batches are not told by indices (an "
@@ -87,6 +104,9 @@ class ResumableLoader(Generic[T]):
             )
         self._stateful = self._indices is None and self._elastic is None and is_stateful(loader)
         self._source = loader if self._indices is None else self._indices.loader()
+        if self._inside is not None and self._indices is not None:
+            self._source = copy.copy(loader)
+            setattr(self._source, self._inside, self._indices.loader())
         self._start: PassStart | None = None
         self._pass: object = None
         """Tells the iteration that counts from others. It is not the iterator: workers end when nobody holds that."""
@@ -95,6 +115,11 @@ class ResumableLoader(Generic[T]):
     def per_rank(self) -> bool:
         """Tell the Checkpointer whether each rank has a position of its own."""
         return self._elastic is None
+
+    @property
+    def dataloaders(self) -> list[object]:
+        """What is inside, the loader itself included. None of them is iterated if indices tell the batches."""
+        return [self.loader, self.dataloader, *([] if self._prepared is None else [self._prepared.inside])]
 
     def __len__(self) -> int:
         """Return the number of batches in a whole pass; with an ElasticSampler, in this one."""
@@ -111,10 +136,18 @@ class ResumableLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         if self._begun and not self._restored:
-            self._end(early=True)
+            self._leave()
+        if self._restored and self._looks_left and self.batch == _length(self):
+            self._looks_left -= 1
+            return self._look()
         resumes, self._restored = self._begun, False
-        self._pass = object()
+        self._pass, self._has_stepped = object(), None if self._has_stepped is None else False
+        self._resumed = _Resumed(self.batch, self._last, RNGState().state_dict()) if resumes else None
         return _Pass(self, self._pass, self._resume() if resumes else self._begin())
+
+    def note_step(self, *, has_ended: bool = True) -> None:
+        """Note that a step has ended, or that steps will be noted from now on. The Checkpointer calls it."""
+        self._has_stepped = has_ended or bool(self._has_stepped)
 
     def end_epoch(self) -> None:
         """End this pass before its last batch: the next iteration begins a new one, also after a restore."""
@@ -124,15 +157,17 @@ class ResumableLoader(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values; with an ElasticSampler the same on each rank."""
-        state: dict[str, Any] = {"epoch": self.epoch, "batch": self.batch, "begun": self._begun}
+        state: dict[str, Any] = {"epoch": self.epoch, "batch": self.batch, "begun": self._begun, "looks": self._looks}
         if self._elastic is not None:
             return {**state, **self._elastic.state_dict()}
         start = self._start if self._indices is None else self._indices.start
-        own = self._own_now if self._restored else _states_of(self.loader)
+        own = self._own_now if self._restored else _states_of(self.dataloader)
         state |= {"start": None if start is None else start.as_values(), "own": list(own)}
         if self._kind is None:
-            self._kind = _kind_of(self.loader)
+            self._kind = self._find_kind()
         state |= {"world_size": _world_size(), "kind": self._kind}
+        if self._is_read_again:
+            state["last"] = self._last
         return {**state, "loader": self.loader.state_dict()} if self._stateful else state  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,7 +185,7 @@ class ResumableLoader(Generic[T]):
             self._elastic.load_state_dict(state)
         else:
             fits = self._check(state)
-            self._own_now = tuple(state["own"])
+            self._own_now, self._last = tuple(state["own"]), state.get("last", "")
             start = None if state["start"] is None or not fits else PassStart.of_values(state["start"])
             if self._indices is not None:
                 self._indices.start = start
@@ -159,11 +194,12 @@ class ResumableLoader(Generic[T]):
             if "loader" in state:
                 self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
             if not state["begun"]:
-                _put_back(self.loader, self._own_now)
+                _put_back(self.dataloader, self._own_now)
         self.epoch, self.batch, self._begun = state["epoch"], state["batch"], state["begun"]
         if _is_over(state) and (batches := _length(self.loader)) is not None:
             self.batch = batches  # which is another number with other data, and on other ranks
         self._restored, self._pass = True, None
+        self._looks = self._looks_left = state.get("looks", 0)
 
     def load_from_other_rank(self, state: Mapping[str, Any], rank: int) -> None:
         """As `load_state_dict`, on a rank that there was none of: between two epochs."""
@@ -171,7 +207,7 @@ class ResumableLoader(Generic[T]):
 
     def _check(self, state: Mapping[str, Any]) -> bool:
         """Return whether a position is one of such a loader. It need not be where its pass is over."""
-        saved, mine = state["kind"], _kind_of(self.loader)
+        saved, mine = state["kind"], self._find_kind()
         differs = [name for name, value in mine.items() if saved.get(name, value) != value]
         fits = state["world_size"] == _world_size() and not differs
         if fits or not state["begun"] or (_is_over(state) and mine["batches"] is not None):
@@ -188,6 +224,9 @@ class ResumableLoader(Generic[T]):
             f"and this one has {mine[name]}: use the dataset, batch size and sampler that it was saved with"
         )
 
+    def _find_kind(self) -> dict[str, Any]:
+        return {**_kind_of(self.dataloader), "batches": _length(self.loader)}
+
     def _begin(self) -> Iterator[T]:
         self._begun, self.batch = True, 0
         if self._prepared is not None:
@@ -197,22 +236,22 @@ class ResumableLoader(Generic[T]):
         if self._indices is not None:
             self._indices.begin()
         else:
-            self._start = PassStart.now(self.loader)
+            self._start = PassStart.now(self.dataloader)
         return self._make(0)
 
     def _resume(self) -> Iterator[T]:
         is_asked_on = self._elastic is not None or self._stateful
         # A sampler may draw once more when it is asked behind its last index, in a loader that is the same.
-        is_asked_on |= self._indices is not None and self._indices.start is not None
+        is_asked_on |= self._indices is not None and self._indices.start is not None and self._inside is None
         if not is_asked_on and self.batch == _length(self.loader):
-            _put_back(self.loader, self._own_now)
+            _put_back(self.dataloader, self._own_now)
             return iter(())
         now = RNGState().state_dict()
         try:
             return self._make(self.batch)
         finally:
             RNGState().load_state_dict(now)
-            _put_back(self.loader, self._own_now)
+            _put_back(self.dataloader, self._own_now)
 
     def _make(self, consumed: int) -> Iterator[T]:
         """Make the iterator of a pass, behind the batches that were consumed."""
@@ -220,29 +259,101 @@ class ResumableLoader(Generic[T]):
         if self._elastic is not None:
             consumed = 0  # its sampler begins behind them
         else:
-            for sampler in _samplers(self.loader):
+            for sampler in _samplers(self.dataloader):
                 if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(self.epoch)
         if self._prepared is not None:
             self._prepared.set_epoch(self.epoch)
         if self._indices is not None:
-            self._indices.restart(consumed, self._elastic)
+            self._indices.restart(0 if self._is_read_again else consumed, self._elastic)
         elif self._start is not None:
-            self._start.put_back(self.loader)
+            self._start.put_back(self.dataloader)
         iterator = iter(self._source)
-        if self._indices is not None:
-            if consumed:
-                self._indices.skip()
-        elif not self._stateful:
-            deque(islice(iterator, consumed), maxlen=0)
+        if self._is_read_again:
+            self._throw_away(iterator, consumed)
+        elif self._indices is not None and consumed:
+            self._indices.skip()
         return iterator if self._prepared is None else self._prepared.around(iterator, len(self) - self.batch)
+
+    @property
+    def _is_read_again(self) -> bool:
+        """Whether the batches that were consumed are read again and thrown away when a pass is resumed."""
+        if self._elastic is not None:
+            return False
+        return self._inside is not None or (self._indices is None and not self._stateful)
+
+    def _throw_away(self, batches: Iterator[T], consumed: int) -> None:
+        last = deque(islice(batches, consumed), maxlen=1)
+        if last and self._last and digest_of(last[0]) != self._last:
+            warn_only(
+                f"{type(self.loader).__name__} does not give the same batches again: batch {consumed} of this epoch is "
+                f"another one than before the restart, and so may be those that follow. Wrap the DataLoader inside it, "
+                f"give it generators that are in the state, or resume at the end of an epoch"
+            )
+
+    def _leave(self) -> None:
+        """End a pass that was left early. If no step came of it, as of a look at a batch, it was no epoch."""
+        if self._has_stepped is not False or self._stateful:
+            self._end(early=True)
+            return
+        if self._elastic is not None:
+            self._elastic.batches = 0
+        if self._resumed is not None:
+            self.batch, self._last, generators = self._resumed
+            RNGState().load_state_dict(generators)
+            self._restored = True
+            return
+        self._looks += 1
+        self._begun, self.batch, self._start = False, 0, None
+        if self._indices is not None:
+            self._indices.start = None
+
+    def _look(self) -> Iterator[T]:
+        """Give one batch to a loop that looks at one before each pass, if none is left of this pass."""
+        now, own = RNGState().state_dict(), _states_of(self.dataloader)
+        if self._elastic is not None:
+            sampler = self._elastic.sampler
+            position = sampler.position
+            sampler.seek(self.epoch, self.epoch * sampler.size)
+        batches = list(islice(self.loader, 1))
+        if self._elastic is not None:
+            sampler.seek(self.epoch, position)
+        RNGState().load_state_dict(now)
+        _put_back(self.dataloader, own)
+        return iter(batches)
+
+    def _warn_of_no_step(self) -> None:
+        """Warn that a pass is over and trained nothing, if steps are noted."""
+        if self._has_stepped is not False or not self.batch:
+            return
+        if self._resumed is None:
+            warn_only(
+                f"epoch {self.epoch} of the training data ended without a step() of the Checkpointer, and counts as an "
+                f"epoch. To read the data without training, iterate the loader inside: loader.loader"
+            )
+        elif self._resumed.batch == self.batch:
+            warn_only(
+                f"the checkpoint is from behind the last batch of epoch {self.epoch}, so this pass over the data is "
+                f"empty, and what follows it, such as a validation, comes next. Averages over the pass are those of no "
+                f"batch: leave them out, or keep their sums in the state"
+            )
 
     def _end(self, *, early: bool = False) -> None:
         self.epoch, self.batch, self._begun, self._restored, self._start = self.epoch + 1, 0, False, False, None
+        self._looks = self._looks_left = 0
         if self._indices is not None:
             self._indices.start = None
         if self._elastic is not None:
             self._elastic.end(self.epoch, early)
+
+
+class _Resumed(NamedTuple):
+    """The batches that were consumed when a pass was resumed, a digest of the last, and the generators of the
+    process."""
+
+    batch: int
+    last: str
+    generators: dict[str, Any]
 
 
 class _Pass(Iterator[T]):
@@ -265,6 +376,7 @@ class _Pass(Iterator[T]):
             batch = next(self._iterator)
         except StopIteration:
             self._is_over, self._iterator = True, iter(())
+            loader._warn_of_no_step()
             loader._end()
             raise
         except Exception:
@@ -273,6 +385,8 @@ class _Pass(Iterator[T]):
         finally:
             loader.wait_seconds += time.perf_counter() - begun
         self._count()
+        if loader._is_read_again:
+            loader._last = digest_of(batch)
         return batch
 
     def _count(self) -> None:
@@ -521,6 +635,14 @@ class _WorkerInit:
         object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
         if self._init is not None:
             self._init(worker)
+
+
+def _attribute_inside(loader: object) -> str | None:
+    """Return the attribute of a prefetcher or the like that is the DataLoader whose batches it gives."""
+    if isinstance(loader, DataLoader) or is_stateful(loader):
+        return None
+    found = [name for name, value in getattr(loader, "__dict__", {}).items() if isinstance(value, DataLoader)]
+    return found[0] if len(found) == 1 else None
 
 
 def _is_over(state: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from ckptman.loading.optimizer_fit import (
 )
 from ckptman.loading.read_tensors import fills_for_box, read_fills
 from ckptman.state.file_layout import as_bytes
+from ckptman.state.generators import RNGState
 from ckptman.state.local_shards import (
     QUANTIZED,
     Box,
@@ -63,7 +65,8 @@ class FitReport:
 
     `wanted`: what it looked for in the checkpoint. `missing`: what is not there; `kept`: what is not there, and may
     stay as it is here. `left`: what may be left there, of dicts. `known`: the patterns that name something. `kinds`:
-    what to call the part of the state under each key.
+    what to call the part of the state under each key. `own`: key, name and digest of the
+    generators that each rank saved.
     """
 
     wanted: set[str] = field(default_factory=set)
@@ -73,6 +76,7 @@ class FitReport:
     known: set[str] = field(default_factory=set)
     mismatched: set[str] = field(default_factory=set)
     kinds: dict[str, str] = field(default_factory=dict)
+    own: set[tuple[str, str, str]] = field(default_factory=set)
 
     @classmethod
     def of_all(cls, reports: Iterable[FitReport]) -> FitReport:
@@ -104,6 +108,8 @@ class Fit:
         self.targets: dict[str, torch.Tensor] = {}
         self.values: dict[str, Any] = {}
         self.from_other_rank: set[str] = set()
+        self._alike: set[tuple[str, str]] = set()
+        """Key and name of the generators that all ranks saved alike."""
         self._report = FitReport()
         self._live: dict[str, Any] = {}
         self._had_state: dict[str, set[str]] = {}
@@ -169,6 +175,13 @@ class Fit:
             self.values = {name: resolve(value) for name, value in self.values.items()}
         return report
 
+    def note_all(self, found: FitReport) -> None:
+        """Take note of what all ranks found: which generators they saved alike."""
+        manifest = self._saved.manifest
+        if manifest is not None and manifest.world_size > 1:
+            times = Counter((key, generator) for key, generator, _ in found.own)
+            self._alike = {each for each, count in times.items() if count == 1}
+
     def expected(self, key: str) -> set[str]:
         """Return the names of what was saved under a key that some rank has to want."""
         target, value = self._state.get(key), self._saved.values[key]
@@ -203,7 +216,16 @@ class Fit:
         filled = set[int]() if self._strict else None
         for name in names:
             value = self.values[name] = replace_refs(self.values[name], lambda ref: self.targets[ref.name])
-            put_back(self._state, name, value, self._rank, name in self.from_other_rank, filled)
+            try:
+                if name in self.from_other_rank and isinstance(self._state[name], RNGState):
+                    alike = [generator for key, generator in self._alike if key == name]
+                    self._state[name].load_from_other_rank(value, self._rank, alike)
+                else:
+                    put_back(self._state, name, value, self._rank, name in self.from_other_rank, filled)
+            except ConfigError as error:
+                if type(error) is not ConfigError or repr(name) in str(error):
+                    raise
+                raise ConfigError(f"{name!r}: {error}") from error
 
     def _warn(self, message: str) -> None:
         if not self._rank:
@@ -320,6 +342,8 @@ class Fit:
             self.from_other_rank.add(name)
             is_ours = self._saved.manifest is not None
             (mine,) = list(saved)[:1] if is_ours else [rank_key(self._rank % len(saved))]
+        elif isinstance(self._state[name], RNGState):
+            self._report.own |= {(name, *each) for each in RNGState.digests(saved[mine]).items()}
         self._take(name, saved[mine], {})
 
     def _merged(self, name: str, live: Any, saved: Any) -> Any:

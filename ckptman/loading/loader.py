@@ -117,6 +117,7 @@ def _match_on_all(channel: Channel, fit: Fit, folder: Path, accepted: Accepted, 
         failed.raise_on_this_rank()
     with _corrupt_on_all(folder):
         found = FitReport.of_all(channel.run_on_all(fit.match))
+    fit.note_all(found)
     besides = set[str]().union(*channel.gather(fit.unexpected(found.wanted)))
     unexpected = sorted(name for name in besides if not matches_any(accepted.unexpected, name))
     for pattern in accepted.missing:  # not of `unexpected`: after the next save, nothing has what they name

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 _MT19937_BYTES = 624 * 4 + 4
 
@@ -20,8 +21,9 @@ class RNGState:
     """Python's, NumPy's, torch's and the device's generators, saved and restored for each rank on its own.
 
     That of the device is saved where the process has used the device: a run on the CPU makes no CUDA context.
-    On another world size, ranks that existed get their own state back; a rank that is new gets generators seeded
-    from the state of rank `r % saved` and its own number, so that no two ranks draw the same numbers.
+    On another world size, ranks that existed get their own state back. A rank that is new gets each generator that all
+    ranks had alike, as groups that have to draw the same numbers need it. The others are seeded from the state of
+    another rank and its own number, so that no two ranks draw the same numbers.
     """
 
     per_rank = True
@@ -56,28 +58,48 @@ class RNGState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put every generator that was saved, and that exists here, back to where it was."""
         saved = json.loads(state["generators"])
-        version, internal, gauss = saved["python"]
-        random.setstate((version, tuple(internal), gauss))
-        torch.set_rng_state(_tensor(saved["torch"]))
-        device = _device_module() if "device" in saved else None
-        if device is not None and device.is_available():
-            if not _is_in_use(device):
-                # Else torch does it at the first use, and before the seeds that wait for that, which would win.
-                device.init()
-            device.set_rng_state(_tensor(saved["device"]))
-        if "numpy" in saved:
-            _set_numpy_state(saved["numpy"])
+        for name in saved:
+            _put_back(name, saved[name])
 
-    def load_from_other_rank(self, state: dict[str, Any], rank: int) -> None:
-        """Seed a rank that did not exist at save time, deterministically and unlike any other rank."""
+    def load_from_other_rank(self, state: dict[str, Any], rank: int, alike: Collection[str] = ()) -> None:
+        """Seed a rank that did not exist at save time, deterministically and unlike any other rank.
+
+        Args:
+            state: The state of another rank.
+            rank: The number of this one.
+            alike: The generators that were the same on all ranks: this one gets them, too.
+        """
         seed = xxh3_64_intdigest(state["generators"].encode(), seed=rank)
         random.seed(seed)
         torch.manual_seed(seed)
-        try:
+        with contextlib.suppress(ImportError):
             import numpy
-        except ImportError:
-            return
-        numpy.random.seed(seed % 2**32)
+
+            numpy.random.seed(seed % 2**32)
+        saved = json.loads(state["generators"])
+        for name in saved.keys() & set(alike):
+            _put_back(name, saved[name])
+
+    @staticmethod
+    def digests(state: dict[str, Any]) -> dict[str, str]:
+        """Return a digest of each generator in a saved state."""
+        saved = json.loads(state["generators"])
+        return {name: xxh3_64_hexdigest(json.dumps(each).encode()) for name, each in saved.items()}
+
+
+def _put_back(name: str, state: Any) -> None:
+    if name == "python":
+        version, internal, gauss = state
+        random.setstate((version, tuple(internal), gauss))
+    elif name == "torch":
+        torch.set_rng_state(_tensor(state))
+    elif name == "numpy":
+        _set_numpy_state(state)
+    elif (device := _device_module()) is not None and device.is_available():
+        if not _is_in_use(device):
+            # Else torch does it at the first use, and before the seeds that wait for that, which would win.
+            device.init()
+        device.set_rng_state(_tensor(state))
 
 
 class _Kept:

@@ -39,7 +39,8 @@ class PerRank(Generic[T]):
         if state["world_size"] != _world_size():
             raise ConfigError(
                 f"a value that each of {state['world_size']} ranks has for itself (PerRank) cannot be given to "
-                f"{_world_size()}: restore on as many ranks as saved, or leave it out of the state"
+                f"{_world_size()}: restore on as many ranks as saved, or leave the entry out of the state and name it "
+                f"in restore(unexpected=[...])"
             )
         self.value = _loaded(self.value, state["value"])
 
