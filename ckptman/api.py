@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckptman._tracebacks import short_traceback
 from ckptman.catalog.reader_lease import reading
 from ckptman.comm.control_group import AllRanks, Channel, RankFailed, failing_as_one
 from ckptman.comm.frozen import agree_on_frozen
 from ckptman.comm.replicas import compare_replicas
-from ckptman.errors import CommitError, short_traceback, warn_only
+from ckptman.errors import CommitError, warn_only
 from ckptman.io.durable_files import DISK
 from ckptman.loading.accepted import EVERYTHING, Accepted, Skipped
 from ckptman.loading.loader import load as load_checkpoint

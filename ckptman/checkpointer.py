@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
+from ckptman._tracebacks import short_traceback
 from ckptman.catalog.backends.tiered import backend_for
 from ckptman.comm.control_group import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
 from ckptman.comm.frozen import agree_on_frozen
@@ -27,7 +28,6 @@ from ckptman.errors import (
     CommitError,
     ConfigError,
     SuspectError,
-    short_traceback,
     warn,
     warn_only,
 )

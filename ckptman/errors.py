@@ -25,19 +25,10 @@ what came from a checkpoint or a path is in it with escapes where a terminal wou
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
-TRACEBACK_ENV = "CKPTMAN_TRACEBACK"
-"""Set to 1 to see where in ckptman an error was raised, for a bug report."""
+from collections.abc import Iterable, Sequence
 
 EXIT_OK = 0
 EXIT_AGAIN = 75
@@ -143,44 +134,6 @@ class CkptmanError(Exception):
 
     def __str__(self) -> str:
         return plain_lines(super().__str__())
-
-
-def short_traceback(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate what users call: the traceback of a CkptmanError ends at their line."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except CkptmanError as error:
-            if os.environ.get(TRACEBACK_ENV):
-                raise
-            raise error.with_traceback(None) from _shown_reason(error)  # CKPTMAN_TRACEBACK=1 shows where in ckptman
-
-    return call
-
-
-def _shown_reason(error: CkptmanError) -> BaseException | None:
-    """Note what an error was raised from, and return it if the error does not say it all."""
-    error.raised_from = error.raised_from or raised_from(error)
-    cause = error.raised_from[0]
-    if type(error) is not CkptmanError or cause is None:
-        return None
-    cause.__traceback__ = _outside(cause.__traceback__)
-    return cause
-
-
-def raised_from(error: BaseException) -> tuple[BaseException | None, BaseException | None]:
-    """Return the cause of an error, and what it was raised while handling, whether a traceback shows them or not."""
-    noted = error.raised_from if isinstance(error, CkptmanError) else None
-    return noted or (error.__cause__, None if error.__suppress_context__ else error.__context__)
-
-
-def _outside(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from its first frame outside of ckptman on."""
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "ckptman":
-        trace = trace.tb_next
-    return trace
 
 
 class ConfigError(CkptmanError, ValueError):

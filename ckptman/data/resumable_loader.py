@@ -240,10 +240,11 @@ class ResumableLoader(Generic[T]):
         return self._make(0)
 
     def _resume(self) -> Iterator[T]:
+        # Asked behind its last index, a sampler may draw once more, in a loader that is the same. A prefetcher may fail
+        # if its loader gives nothing.
         is_asked_on = self._elastic is not None or self._stateful
-        # A sampler may draw once more when it is asked behind its last index, in a loader that is the same.
-        is_asked_on |= self._indices is not None and self._indices.start is not None and self._inside is None
-        if not is_asked_on and self.batch == _length(self.loader):
+        is_asked_on |= self._indices is not None and self._indices.start is not None
+        if (self._inside is not None or not is_asked_on) and self.batch == _length(self):
             _put_back(self.dataloader, self._own_now)
             return iter(())
         now = RNGState().state_dict()

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptman._tracebacks import short_traceback
 from ckptman.dcp.adopt_describe import describe, placed
-from ckptman.errors import ConfigError, CorruptError, ExistsError, NotFoundError, RootError, plain, short_traceback
+from ckptman.errors import ConfigError, CorruptError, ExistsError, NotFoundError, RootError, plain
 from ckptman.format.foreign import recognize, step_in
 from ckptman.format.manifest import Manifest, read_manifest
 from ckptman.format.paths import MANIFEST, METADATA, parse_data, parse_half_written, parse_step, step_folder

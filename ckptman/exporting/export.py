@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
+from ckptman._tracebacks import short_traceback
 from ckptman.catalog.reader_lease import reading
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError, short_traceback
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError
 from ckptman.exporting.choice import CASTS, Choice, Item, choose, excluding, renaming
 from ckptman.exporting.formats import config_file, dcp_files, safetensors_files, torch_file
 from ckptman.exporting.target import OLD, Format, check_target, clear_leftovers, draft_of

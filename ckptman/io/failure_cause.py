@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from ckptman.errors import BusyError, CommitError, CorruptError, RankLostError, SchedulerError, raised_from
+from ckptman._tracebacks import raised_from
+from ckptman.errors import BusyError, CommitError, CorruptError, RankLostError, SchedulerError
 
 SHORTAGE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """This process or its host has no memory or no descriptor left."""

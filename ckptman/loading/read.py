@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from ckptman._tracebacks import short_traceback
 from ckptman.catalog.reader_lease import reading
-from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain, short_traceback
+from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
 from ckptman.format.paths import METADATA, is_checkpoint
 from ckptman.format.value_codec import Keys, leaves_in, without
 from ckptman.loading.accepted import matches, matches_any, told
