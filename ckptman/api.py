@@ -18,6 +18,7 @@ from ckptman.errors import CommitError, warn_only
 from ckptman.io.durable_files import DISK
 from ckptman.loading.accepted import EVERYTHING, Accepted, Skipped
 from ckptman.loading.loader import load as load_checkpoint
+from ckptman.run import checkpoint_at
 from ckptman.saving.refused_values import warn_of_refused
 from ckptman.saving.write_plan import RankFile, plan_save, signature_of
 from ckptman.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
@@ -113,7 +114,7 @@ def load(
     Args:
         state_dict: what to fill. Tensors and DTensors are filled where they are, in any sharding; plain values are
             replaced; modules, optimizers and other objects with `load_state_dict` are given their state.
-        path: a checkpoint of ckptman, of `dcp.save` or of torchtitan.
+        path: a checkpoint of ckptman, of `dcp.save` or of torchtitan; or a root, and then its newest checkpoint.
         verify: check every block that is read against its digest.
         missing: patterns of what the checkpoint may lack, such as `["model.head", "*.lora_A.*"]`. A pattern names an
             entry of the state and all that is under it. What is missing stays as it is.
@@ -132,9 +133,10 @@ def load(
 
         Every rank raises the same error.
     """
-    folder = Path(path)
     channel = Channel(TIMEOUT_SECONDS)
     try:
+        with failing_as_one():
+            folder = channel.run_on_leader(partial(checkpoint_at, path))
         with reading(folder, what="load") if channel.is_leader else contextlib.nullcontext():
             accepted = Accepted.agreed(channel, missing, unexpected)
             return load_checkpoint(channel, UnwrappedState(state_dict), folder, accepted, strict=False, verify=verify)

@@ -34,10 +34,12 @@ from ckptman.errors import (
 from ckptman.format.paths import MAX_STEP
 from ckptman.io.durable_files import DISK
 from ckptman.loading.accepted import Accepted
+from ckptman.loading.other_weights import OtherWeights
 from ckptman.policies.memory_tier import MemoryTier
 from ckptman.policies.retention import RetentionPolicy
 from ckptman.policies.save_policies import OnStop, SavePolicy
 from ckptman.policies.tiers import Tier
+from ckptman.run import checkpoint_at
 from ckptman.runtime.deadline import deadline_from_environment
 from ckptman.runtime.launcher import code_for_again, end_launcher_at_exit
 from ckptman.runtime.log import show_by_default
@@ -52,6 +54,7 @@ from ckptman.session.arguments import (
     check_arguments,
     check_metrics,
     check_trackers,
+    metadata_of,
     policies_of,
     step_number,
     total_step_number,
@@ -160,6 +163,8 @@ class Checkpointer:
         run_id: the name of the run in manifests and the journal; None: that of the newest checkpoint in `root`, or a
             new one.
         total_steps: the step at which the run will be finished, for `ckptman status` to say when; None: not known.
+        metadata: plain values to note in each checkpoint, such as the configuration and the commit of the code; at most
+            64 KiB of JSON. `ckptman show` and `Run` show them; nothing is decided by them.
 
     Raises:
         BusyError: another run writes to the root.
@@ -198,10 +203,12 @@ class Checkpointer:
         health: HealthSetting = "auto",
         run_id: str | None = None,
         total_steps: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self._policy, keeps = policies_of(save_policy, save_on_stop, retention)
         check_arguments(root, state, keeps, on_full, nonfinite, deadline, timeout_seconds, watchdog, signals)
         check_trackers(trackers)
+        self._metadata = metadata_of(metadata)
         thresholds = thresholds_of(health)
         show_by_default()
         await_ranks(timeout_seconds)
@@ -301,6 +308,10 @@ class Checkpointer:
                 self._session.tell_deadline(end)
             self._opened.held = undone.pop_all()
 
+    def __repr__(self) -> str:
+        step = f"step {self._timings.previous_step}" if self._stepped or self._ready else "not restored"
+        return f"Checkpointer({str(self.root)!r}, {step}{', closed' if self._closed else ''}, {self._policy!r})"
+
     def _listen(self, signals: SignalHandler | bool | str | None) -> SignalHandler | None:
         """Return what notes signals from now on."""
         if isinstance(signals, SignalHandler) or not signals:
@@ -320,6 +331,8 @@ class Checkpointer:
         step: int | None = None,
         *,
         path: str | os.PathLike[str] | None = None,
+        only: str | Sequence[str] | None = None,
+        rename: Sequence[tuple[str, str]] = (),
         allow_suspect: bool = False,
         missing: Sequence[str] = (),
         unexpected: Sequence[str] = (),
@@ -332,9 +345,14 @@ class Checkpointer:
 
         Args:
             step: load the checkpoint of this step; None: the newest good one.
-            path: where a *new* run starts: any checkpoint folder, also one that plain `dcp.save` wrote (the run then
-                starts at its step, or at 0 where it has none). A root that has checkpoints of its own goes on from
-                those, or raises: each attempt of a chain is given the same `path`, and must not start over.
+            path: where a *new* run starts: a checkpoint, also one that plain `dcp.save` wrote, or the root of another
+                run, whose newest checkpoint is taken. The run starts at the step of the checkpoint, or at 0 if it has
+                none. If the root has checkpoints of its own, the run resumes from those: each attempt of a chain is
+                given the same `path`, and must not start over.
+            only: with `path`: the entry of the state to load, such as "model", or several. The others stay as they
+                are, and the run starts at step 0.
+            rename: with `path`: pairs of a regular expression and its replacement, applied in order to the names in
+                the checkpoint, such as `[(r"^model\\.encoder\\.", "model.backbone.")]`.
             allow_suspect: load also a checkpoint after which the run crashed twice at the same step. Otherwise it is
                 skipped, unless `step` names it.
             missing: patterns of what the state has and the checkpoint may lack, such as `["schedule", "model.head.*"]`.
@@ -360,6 +378,12 @@ class Checkpointer:
         self._watchdog.beat("restore", 0)
         self._check_alike(step, path, allow_suspect)
         accepted = Accepted.agreed(self._control, missing, unexpected)
+        others = OtherWeights.agreed(self._control, only, rename, self._state)
+        if path is None and others != OtherWeights():
+            raise ConfigError(
+                "restore(only=, rename=) is for the checkpoint of another run: name that, with path=. Of a checkpoint "
+                "of this run, restore() accepts what differs with missing= and unexpected="
+            )
         self._leave_if_asked()
         try:
             self.wait()  # for a save that is still being written: it may be what is to be loaded
@@ -376,7 +400,7 @@ class Checkpointer:
             if path is None or self._session.finds_checkpoints or restorer.finds_in_memory():
                 found = restorer.best(self._state, step, allow_suspect=allow_suspect)
             else:
-                found = restorer.at(self._state, Path(path))
+                found = restorer.at(self._state, self._control.run_on_leader(partial(checkpoint_at, path)), others)
         if found is None:
             accepted.check_keys(self._control, self._state)
             agree_on_frozen(self._control, self._state)
@@ -533,6 +557,11 @@ class Checkpointer:
         Always 0 under a torchrun that restarts ranks, which would take 75 for a crash: the outcome on disk says which.
         """
         return EXIT_OK if self._stop is None else code_for_again(os.environ)
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is being written in the background. Ranks may differ in it."""
+        return self._saver.is_writing
 
     @property
     def run_id(self) -> str:
@@ -803,7 +832,9 @@ class Checkpointer:
             self.wait()
             self._saver.channel = Channel(self._timeout_seconds)
         self._plan(found)
-        info = self._session.save_info(self._control, step, reason, found.snapshot, self._restored_from, metrics)
+        info = self._session.save_info(
+            self._control, step, reason, found.snapshot, self._restored_from, metrics, self._metadata
+        )
         self._warn_of_nan(info.metrics or {})
         memory = self._memory.saves if to_memory and self._memory is not None else None
         if to_disk:

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ckptman.catalog.catalog import Catalog, Entry
-from ckptman.format.paths import check_is_no_checkpoint, journal_path
+from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, plain
+from ckptman.format.foreign import recognize
+from ckptman.format.paths import (
+    METADATA,
+    check_is_no_checkpoint,
+    is_checkpoint,
+    journal_path,
+    metrics_path,
+    outcome_path,
+)
 from ckptman.policies.crash_loop import crashes_of, suspects
 from ckptman.policies.retention_rules import KeepBest
 from ckptman.runtime.journal import read_journal
+from ckptman.runtime.metrics_log import metric_names, read_metric
+from ckptman.runtime.outcome import read_outcome
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,7 @@ class Checkpoint:
         pinned: why it is pinned; "" where it is not.
         abandoned: which rollback left it behind; "" where none did.
         problem: why it is no good: incomplete, damaged, of a newer format; "" where nothing is known to be wrong.
+        metadata: what `Checkpointer(metadata=)` was given.
     """
 
     step: int
@@ -46,11 +61,48 @@ class Checkpoint:
     pinned: str
     abandoned: str
     problem: str
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     @property
     def counts(self) -> bool:
         """Whether it is whole as far as is known, and no rollback left it behind."""
         return not self.problem and not self.abandoned
+
+
+def checkpoint_at(path: str | os.PathLike[str]) -> Path:
+    """Return the folder of the checkpoint that is meant: `path` itself, or the newest that counts of a root.
+
+    Raises:
+        NotFoundError: there is none.
+        RootError: the root cannot be read.
+        ConfigError: `path` is neither a path nor a Checkpoint.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ConfigError(f"path is a checkpoint, the path of one, or a root, not {path!r}")
+    folder = Path(path)
+    if is_checkpoint(folder) or os.path.lexists(folder / METADATA):
+        return folder
+    if (other := recognize(folder)) is not None:
+        other.refuse()
+    latest = Run(folder).latest
+    if latest is None:
+        raise NotFoundError(f"{folder} is not a checkpoint, and holds none that counts: name the folder of one step")
+    return latest.path
+
+
+class Curve(NamedTuple):
+    """A metric by step.
+
+    Attributes:
+        steps: Optimizer steps, ascending.
+        values: The value at each of them.
+    """
+
+    steps: list[int]
+    values: list[float]
 
 
 class Run:
@@ -110,16 +162,80 @@ class Run:
             mode: "min" takes the lowest value, "max" the highest.
 
         Returns:
-            The best one, or None where none has the metric.
+            The best one, or None if no checkpoint has a metric yet.
 
         Raises:
+            NotFoundError: checkpoints have other metrics, and not this one; the message lists them.
             ConfigError: the metric has no name, or the mode is another one.
             FormatVersionError, RootError: one cannot be read that may be the best.
         """
         rule, found = KeepBest(metric, 1, mode), self._counting()
         # A copy (cp -r) has the sequence of its original: each is known by its place among those found.
         kept = rule.keeps([replace(each.record(), sequence=place) for place, each in enumerate(found)])
-        return next((_checkpoint(found[place]) for place in kept), None)
+        best = next((_checkpoint(found[place]) for place in kept), None)
+        known = {name for each in found for name in each.require_manifest().metrics}
+        if known and metric not in known:
+            raise NotFoundError(f"no checkpoint in {self.root} has the metric {metric!r}: they have {_listed(known)}")
+        return best
+
+    def metrics(self, name: str) -> Curve:
+        """Return the values of a metric by step, over all attempts. Steps that were lost and done again count once.
+
+        Args:
+            name: The metric, as given to `Checkpointer.step(metrics=)`.
+
+        Returns:
+            `steps` and `values`, two lists of equal length; up to 200 steps of each half minute.
+
+        Raises:
+            NotFoundError: there is no root, or steps have other metrics, and not this one; the message lists them.
+            RootError: it cannot be read.
+        """
+        self._catalog().names()
+        try:
+            found = read_metric(self.root, name)
+            others = [] if found is not None else metric_names(self.root)
+        except OSError as error:
+            raise RootError(error.errno, f"{metrics_path(self.root)} cannot be read: {error.strerror}") from error
+        if others:
+            raise NotFoundError(f"no step of {self.root} has the metric {name!r}: there are {_listed(others)}")
+        return Curve(*found) if found is not None else Curve([], [])
+
+    def wait_for_new(
+        self, after: Checkpoint | None = None, *, timeout_seconds: float | None = None, poll_seconds: float = 10.0
+    ) -> Checkpoint | None:
+        """Wait for a checkpoint that is newer than `after`, as an evaluation beside the run does. Nothing is locked.
+
+            checkpoint = None
+            while checkpoint := run.wait_for_new(checkpoint):
+                evaluate(checkpoint)
+
+        The root may be missing when it is called first.
+
+        Args:
+            after: The checkpoint that was returned last; None: any will do.
+            timeout_seconds: How long to wait at most; None: until the run is finished.
+            poll_seconds: How often to look.
+
+        Returns:
+            `latest`, as soon as it was committed later than `after`; or None, at the timeout, or if the run is finished
+            and has none.
+
+        Raises:
+            ConfigError: the root is one checkpoint.
+            FormatVersionError, RootError: as for `latest`.
+        """
+        end = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            is_finished = self._is_finished()  # before the look: a finished run has saved its last checkpoint
+            with contextlib.suppress(NotFoundError):
+                latest = self.latest
+                if latest is not None and (after is None or latest.sequence > after.sequence):
+                    return latest
+            left = end - time.monotonic()
+            if is_finished or left <= 0:
+                return None
+            time.sleep(min(poll_seconds, left))
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events of the run's journal, oldest first; empty where no run was started in the root.
@@ -138,6 +254,13 @@ class Run:
             return manifests[-1].run_id or None
         return next((str(each["run_id"]) for each in reversed(self.events()) if each.get("run_id")), None)
 
+    def _is_finished(self) -> bool:
+        try:
+            outcome = read_outcome(outcome_path(self.root))
+        except (CorruptError, OSError):
+            return False
+        return outcome is not None and outcome.state == "finished"
+
     def _catalog(self) -> Catalog:
         check_is_no_checkpoint(self.root)
         return Catalog(self.root)
@@ -149,6 +272,10 @@ class Run:
             if entry.newer_format is not None:  # it may well be the newest, or the best
                 raise entry.newer_format
         return [entry for entry in entries if entry.complete and not entry.record().damaged]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(plain, sorted(names)))
 
 
 def _checkpoint(entry: Entry) -> Checkpoint:
@@ -166,4 +293,5 @@ def _checkpoint(entry: Entry) -> Checkpoint:
         pinned=entry.pinned,
         abandoned=entry.abandoned,
         problem=record.damaged if record is not None else entry.problem or "",
+        metadata=manifest.metadata if manifest is not None else {},
     )

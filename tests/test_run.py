@@ -1,9 +1,12 @@
 """`ckptman.Run`: what a program learns of a run, without torch, and without leaving a trace."""
 
+import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -40,7 +43,8 @@ def test_latest_and_best_are_among_those_that_count(tmp_path):
     (tmp_path / "step-0000000008").mkdir()
     found = (run.latest, run.best("loss"), run.best("loss", "max"))
     assert [each.step for each in found if each is not None] == [7, 3, 1]
-    assert run.best("accuracy") is None
+    with pytest.raises(ckptman.NotFoundError, match="has the metric 'accuracy': they have loss"):
+        run.best("accuracy")
     assert run.checkpoints[-2].problem == "a block is not what was saved"
     with pytest.raises(ckptman.ConfigError, match='"min" or "max"'):
         run.best("loss", "lowest")
@@ -126,3 +130,96 @@ def test_asking_needs_no_torch_and_no_numpy_and_writes_nothing(tmp_path):
     ran = subprocess.run([sys.executable, "-c", ASK, str(tmp_path)], capture_output=True, text=True, timeout=240)
     assert (ran.stdout, ran.stderr) == ("[]\n", "")
     assert sorted((each, each.stat().st_mtime_ns) for each in tmp_path.rglob("*")) == before
+
+
+# ---- what a program does with it -------------------------------------------------------------------------------------
+
+
+def train(root, until, stop=None, **options):
+    model = torch.nn.Linear(2, 2)
+    with (
+        contextlib.suppress(SystemExit),
+        ckptman.Checkpointer(
+            root, {"model": model}, save_policy=5, deadline=None, watchdog=None, **options
+        ) as checkpointer,
+    ):
+        for step in range(checkpointer.restore() + 1, until + 1):
+            checkpointer.step(step, {"loss": 1 / step, **({"eval": 2.0 * step} if step % 5 == 0 else {})})
+            if step == stop:
+                sys.exit("killed")
+
+
+def test_metrics_by_step_over_all_attempts(tmp_path):
+    run = ckptman.Run(tmp_path)
+    assert run.metrics("loss") == ([], [])
+    train(tmp_path, 12, stop=8)
+    train(tmp_path, 12)
+    assert run.metrics("loss") == (list(range(1, 13)), [1 / step for step in range(1, 13)])
+    assert run.metrics("eval").steps == [5, 10]
+    with pytest.raises(ckptman.NotFoundError, match="has the metric 'lose': there are eval, loss"):
+        run.metrics("lose")
+    with pytest.raises(ckptman.NotFoundError, match="there is no checkpoint root"):
+        ckptman.Run(tmp_path / "missing").metrics("loss")
+
+
+def test_steps_that_a_rollback_left_behind_are_replaced_by_those_that_follow(tmp_path):
+    train(tmp_path, 10)
+    subprocess.run([sys.executable, "-m", "ckptman", "rollback", tmp_path, "--to-step", "5", "--why", "x"], check=True)
+    train(tmp_path, 7)
+    assert ckptman.Run(tmp_path).metrics("loss").steps == list(range(1, 8))
+
+
+def test_a_checkpoint_stands_for_its_path_and_a_root_for_its_newest(tmp_path):
+    train(tmp_path / "run", 10, metadata={"lr": 0.1})
+    latest = ckptman.Run(tmp_path / "run").latest
+    assert latest is not None
+    assert latest.metadata == {"lr": 0.1}
+    assert os.fspath(latest) == str(latest.path)
+    state = {"model": torch.nn.Linear(2, 2)}
+    for each in (latest, latest.path, str(latest.path), tmp_path / "run"):
+        ckptman.load(state, each)
+        assert torch.equal(ckptman.read(each)["model"]["weight"], state["model"].weight)
+    assert ckptman.export(latest, tmp_path / "out").tensors == 2
+    for each in ("", None, 3):
+        with pytest.raises(ckptman.ConfigError, match="path is a checkpoint, the path of one, or a root"):
+            ckptman.load(state, each)
+
+
+def test_waiting_for_new_checkpoints_ends_with_the_run(tmp_path):
+    run, found, checkpoint = ckptman.Run(tmp_path / "run"), [], None
+    thread = threading.Thread(target=train, args=(tmp_path / "run", 20), kwargs={"signals": False})
+    assert run.wait_for_new(timeout_seconds=0) is None
+    thread.start()
+    while checkpoint := run.wait_for_new(checkpoint, poll_seconds=0.001):
+        found.append(checkpoint.step)
+    thread.join()
+    assert found[-1] == 20
+    assert found == sorted(set(found))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "told"),
+    [
+        ({"path": object()}, "cannot be written as JSON .*: give a dict of plain values"),
+        ([1], "metadata is not a list: give a dict"),
+        ({"x": "y" * 100_000}, "of at most 65,536: every look at the root reads it"),
+    ],
+)
+def test_metadata_that_a_manifest_cannot_have_is_refused(tmp_path, metadata, told):
+    with pytest.raises(ckptman.ConfigError, match=told):
+        ckptman.Checkpointer(tmp_path, {"x": {}}, metadata=metadata)
+
+
+def test_objects_say_what_they_are(tmp_path):
+    loader = ckptman.ResumableLoader(torch.utils.data.DataLoader(range(10), 3))
+    with ckptman.Checkpointer(tmp_path, {"data": loader, "rng": ckptman.RNGState()}, save_policy=5) as run:
+        next(iter(loader))
+        run.step(1)
+        assert repr(run).startswith(f"Checkpointer({str(tmp_path)!r}, step 1, EverySteps(")
+        assert not run.saving
+    assert repr(run).startswith(f"Checkpointer({str(tmp_path)!r}, step 1, closed, ")
+    assert repr(loader) == "ResumableLoader(DataLoader, epoch 0, batch 1 of 4)"
+    assert repr(ckptman.PerRank([1])) == "PerRank([1])"
+    assert repr(ckptman.FromRank0(2)) == "FromRank0(2)"
+    assert repr(ckptman.RNGState()) == "RNGState()"
+    assert repr(ckptman.Trainable(torch.nn.Linear(2, 2))) == "Trainable(Linear)"

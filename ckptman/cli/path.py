@@ -56,5 +56,4 @@ def _what_is_there(run: Run, metric: str | None, step: int | None) -> str:
         return "there is no checkpoint that counts"
     if metric is None:
         return f"there is no checkpoint of step {step} that counts"
-    known = sorted({plain(name) for each in counting for name in each.metrics})
-    return f"no checkpoint has a finite {plain(metric)}, of the metrics {', '.join(known) or '(none)'}"
+    return f"no checkpoint has a finite {plain(metric)}"

@@ -120,6 +120,7 @@ def _origin(entry: Entry, note: Verified | None, now: float) -> list[str]:
         ("ranks", f"{manifest.world_size}, mesh {console.mesh(manifest.mesh)}"),
         ("metrics", console.metrics(manifest.metrics) or "-"),
         *([("not finite", console.paint(console.plain(entry.nonfinite), "yellow"))] if entry.nonfinite else []),
+        *((f"metadata {console.plain(name)}", short(value)) for name, value in manifest.metadata.items()),
         ("run", run + (f", job {console.plain(manifest.job_id)}" if manifest.job_id else "")),
         ("restored from", came_from),
         (

@@ -131,6 +131,11 @@ class ResumableLoader(Generic[T]):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
+    def __repr__(self) -> str:
+        batches = _length(self)
+        of = "" if batches is None else f" of {batches}"
+        return f"ResumableLoader({type(self.loader).__name__}, epoch {self.epoch}, batch {self.batch}{of})"
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pass": None}
 

@@ -116,30 +116,6 @@ def excluding(patterns: Sequence[str]) -> list[re.Pattern[str]]:
     return found
 
 
-def renaming(strip: str, rename: Sequence[tuple[str, str]]) -> Callable[[str], str]:
-    """Return what gives a tensor its new name: without the prefix `strip`, then with each regular expression replaced.
-
-    Raises: ConfigError.
-    """
-    patterns: list[tuple[re.Pattern[str], str]] = []
-    for pattern, replacement in rename:
-        try:
-            patterns.append((re.compile(pattern), replacement))
-            re.sub(pattern, replacement, "")
-        except (re.error, IndexError) as error:
-            raise ConfigError(
-                f"--rename {pattern}={replacement} is not FROM=TO as Python's re.sub takes it: {error}"
-            ) from None
-
-    def new_name(name: str) -> str:
-        name = name.removeprefix(strip)
-        for pattern, replacement in patterns:
-            name = pattern.sub(replacement, name)
-        return name
-
-    return new_name
-
-
 def leaves(tree: Any) -> Iterator[tuple[Keys, Any]]:
     """Yield the tensors and plain values below a tree, each with its path."""
     return ((path, leaf) for path, leaf in leaves_in(tree) if not isinstance(leaf, dict))

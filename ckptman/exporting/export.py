@@ -13,15 +13,17 @@ from typing import get_args
 from ckptman._tracebacks import short_traceback
 from ckptman.catalog.reader_lease import reading
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError
-from ckptman.exporting.choice import CASTS, Choice, Item, choose, excluding, renaming
+from ckptman.exporting.choice import CASTS, Choice, Item, choose, excluding
 from ckptman.exporting.formats import config_file, dcp_files, safetensors_files, torch_file
 from ckptman.exporting.target import OLD, Format, check_target, clear_leftovers, draft_of
 from ckptman.exporting.write import FilePlan, same_bits, write_files
 from ckptman.format.paths import MANIFEST, METADATA
+from ckptman.format.renaming import renaming
 from ckptman.io.durable_files import DISK
 from ckptman.io.file_scan import Stamp, stamp_of
 from ckptman.loading.box_reader import BoundedState, BoxReader
 from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.run import checkpoint_at
 
 MAX_SHARD_BYTES = 5_000_000_000
 _OUTPUT = "lm_head.weight"
@@ -67,7 +69,7 @@ def export(
     checked against its digest. With several processes, call it on one of them.
 
     Args:
-        path: The folder of one checkpoint, written by ckptman, plain DCP or torchtitan.
+        path: A checkpoint written by ckptman, plain DCP or torchtitan; or a root, and then its newest checkpoint.
         out: The folder to write (for `torch`: the file). It appears when it is complete.
         format: `safetensors`, `torch` (one file for `torch.load`) or `dcp`.
         only: Export this entry of the state instead of `model`.
@@ -105,12 +107,14 @@ def export(
         raise ConfigError(f"--dtype {dtype}: tensors are cast to one of {', '.join(CASTS)}")
     if max_shard_bytes < 1:
         raise ConfigError(f"--max-shard-size: a file holds at least 1 byte, not {max_shard_bytes}")
-    folder, target = Path(path), Path(os.path.abspath(out))  # noqa: PTH100 a link stays one
+    folder, target = checkpoint_at(path), Path(os.path.abspath(out))  # noqa: PTH100 a link stays one
     allowed = partial(check_target, folder, target, format, overwrite=overwrite, has_config=config is not None)
     allowed()
     with reading(folder, what="export"), _opened(folder) as (saved, check_unchanged):
         reader, as_dtype = BoxReader(saved), CASTS[dtype] if dtype is not None else None
-        choice = choose(saved, only, everything, excluding(exclude), renaming(strip, rename), as_dtype, format)
+        choice = choose(
+            saved, only, everything, excluding(exclude), renaming(rename, "--rename {0}={1}", strip), as_dtype, format
+        )
         extra: list[FilePlan] = []
         if config is not None:
             copied, are_tied = config_file(Path(config))

@@ -64,8 +64,8 @@ class Manifest(BaseModel):
 
     `sequence` counts commits of a root, starting at 1: the newest checkpoint is the one with the highest sequence,
     not the highest step. `time_seconds` is unix time, or the end of its range that was exceeded, where the clock was
-    broken (see `is_known_time`). `nonfinite`: None where nobody looked, and then left out of the file. `files` maps
-    names inside the folder, without the manifest.
+    broken (see `is_known_time`). `nonfinite`: None where nobody looked, and then left out of the file; so is an empty
+    `metadata`, which has what JSON can hold. `files` maps names inside the folder, without the manifest.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -84,6 +84,7 @@ class Manifest(BaseModel):
     restored_from: Step | None = None
     metrics: dict[str, float] = {}
     nonfinite: Nonfinite | None = None
+    metadata: dict[str, Any] = {}
     block_bytes: Annotated[int, Field(gt=0, le=2**30)]
     files: dict[str, FileRecord]
 
@@ -99,7 +100,7 @@ class Manifest(BaseModel):
 
     def to_json(self) -> bytes:
         """Return the bytes of `manifest.json`. NaN and infinite metrics are kept, as a common extension writes them."""
-        unsaid = {"nonfinite"} if self.nonfinite is None else None
+        unsaid = {name for name, empty in (("nonfinite", None), ("metadata", {})) if getattr(self, name) == empty}
         return seal(json.dumps(self.model_dump(mode="python", exclude=unsaid), indent=1).encode())
 
 

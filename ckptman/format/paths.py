@@ -6,9 +6,9 @@ step-0000000100.old-X        stood aside while a new save of the same step takes
 step-0000000100.abandoned-X  left behind by a rollback, and its step was saved again since
 step-0000000100.trash-X      deleted, being removed
                              X is a tag that ckptman makes (see `_TAG`); with any other, the name is somebody's own
-.ckptman/                    the run's own files: journal.jsonl, outcome.json, owner-000001.json, lease-0a1b2c3d.json,
-                             rollback-000001.json, tiers.json, drained.json, root.json, tier-of.json,
-                             stacks-2-rank00003.txt, wandb-steps.jsonl
+.ckptman/                    the run's own files: journal.jsonl, metrics.jsonl, outcome.json, owner-000001.json,
+                             lease-0a1b2c3d.json, rollback-000001.json, tiers.json, drained.json, root.json,
+                             tier-of.json, stacks-2-rank00003.txt, wandb-steps.jsonl
 """
 
 from __future__ import annotations
@@ -157,6 +157,11 @@ def run_folder(root: Path) -> Path:
 def journal_path(root: Path) -> Path:
     """Return where the run journal is, one JSON object per line."""
     return root / DOT / "journal.jsonl"
+
+
+def metrics_path(root: Path) -> Path:
+    """Return where the metrics of a run are, by step."""
+    return root / DOT / "metrics.jsonl"
 
 
 def outcome_path(root: Path) -> Path:

@@ -17,6 +17,7 @@ from ckptman.loading.accepted import EVERYTHING, Accepted, Skipped, matches_any,
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.loading.exchange import read_together
 from ckptman.loading.fit import Fit, FitReport, State, name_as
+from ckptman.loading.other_weights import OtherWeights
 from ckptman.loading.read_tensors import NOT_USABLE, fills_for_all, read_fills
 from ckptman.state.optimizers import as_before_on_error
 from ckptman.state.trainable import Trainable
@@ -41,6 +42,7 @@ def load(
     *,
     strict: bool = True,
     verify: bool = True,
+    others: OtherWeights | None = None,
     bring: Callable[[Collection[str]], None] | None = None,
 ) -> Skipped:
     """Load a checkpoint into an application's state, in place. Every rank calls it.
@@ -51,6 +53,7 @@ def load(
         strict: modules and optimizers must have exactly the names that were saved, and all other state becomes what was
             saved, as for a restore. False: what the state holds is looked for.
         verify: check every block that is read.
+        others: what to take of the checkpoint of another run.
         bring: `folder` has some of the data files only; called on every rank, it brings those that this one needs.
 
     Returns what was skipped.
@@ -59,7 +62,7 @@ def load(
     copied; CorruptError if a rank cannot read it, or reads other bytes than were saved: then what its text says is not
     usable.
     """
-    saved = _read_on_all(channel, state, folder, is_whole=bring is None)
+    saved = _read_on_all(channel, state, folder, others or OtherWeights(), is_whole=bring is None)
     trainables = {name: each for name, each in state.items() if isinstance(each, Trainable)}
     for name, each in trainables.items():
         each.expect(saved.values.get(name, {}))
@@ -87,7 +90,7 @@ def load(
     return skipped
 
 
-def _read_on_all(channel: Channel, state: State, folder: Path, *, is_whole: bool) -> SavedState:
+def _read_on_all(channel: Channel, state: State, folder: Path, others: OtherWeights, *, is_whole: bool) -> SavedState:
     """Read what a checkpoint holds, and see that every rank reads the same one.
 
     Raises on every rank alike: CorruptError; CkptmanError where they see different ones under its name.
@@ -96,6 +99,7 @@ def _read_on_all(channel: Channel, state: State, folder: Path, *, is_whole: bool
 
     def read() -> str:
         saved.append(read_to_load(folder, channel.rank, is_whole=is_whole))
+        others.apply(saved[0])
         name_as(state, saved[0])
         return saved[0].identity
 

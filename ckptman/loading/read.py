@@ -12,14 +12,13 @@ import torch
 
 from ckptman._tracebacks import short_traceback
 from ckptman.catalog.reader_lease import reading
-from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
-from ckptman.format.paths import METADATA, is_checkpoint
+from ckptman.errors import ConfigError, CorruptError, plain
 from ckptman.format.value_codec import Keys, leaves_in, without
 from ckptman.loading.accepted import matches, matches_any, told
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load, resolve
 from ckptman.loading.read_tensors import check_container, fills_for_all, read_fills
 from ckptman.loading.restricted_unpickler import load_plain
-from ckptman.run import Run
+from ckptman.run import checkpoint_at
 from ckptman.state.local_shards import QUANTIZED
 from ckptman.state.named_state import refs_in, replace_refs
 
@@ -51,7 +50,7 @@ def read(
         CorruptError: the bytes are not what was saved, or hold what only the program that saved it can load.
         FormatVersionError: a newer ckptman wrote it.
     """
-    folder = _checkpoint_at(Path(path))
+    folder = checkpoint_at(path)
     with reading(folder, what="read"):
         saved = read_to_load(folder)
         tree = saved.tree(verify=verify)
@@ -60,16 +59,6 @@ def read(
         tensors = _read_tensors(saved, [ref.name for ref in refs_in(tree)], verify)
         found: dict[str, Any] = replace_refs(resolve(tree), lambda ref: tensors[ref.name])
         return found
-
-
-def _checkpoint_at(path: Path) -> Path:
-    """Return the checkpoint that is meant: the folder itself, or the newest one of a root. Raises: NotFoundError."""
-    if is_checkpoint(path) or os.path.lexists(path / METADATA):
-        return path
-    latest = Run(path).latest
-    if latest is None:
-        raise NotFoundError(f"{path} is not a checkpoint, and holds none that counts: name the folder of one step")
-    return latest.path
 
 
 def _chosen(tree: dict[str, Any], patterns: Sequence[str], folder: Path) -> dict[str, Any]:

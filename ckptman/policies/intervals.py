@@ -78,17 +78,20 @@ def young_interval_seconds(save_seconds: float, mtbf_seconds: float) -> float:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration as people read it: "0.031 s", "4.25 s", "95 s", "6,000 s"."""
+    """A duration in seconds, for sums that a reader may check: "0.031 s", "4.25 s", "95 s", "6,000 s"."""
     return f"{seconds:,.0f} s" if abs(seconds) >= 100 else f"{seconds:.3g} s"
 
 
 def duration_text(seconds: float) -> str:
-    """Format a duration so that short and long ones can be compared: `42.1 s`, `12.5 min`, `3.2 h`, `12.1 d`."""
-    if abs(seconds) < 120:
+    """A duration as people say it: `0.8 ms`, `67 ms`, `42.1 s`, `12.5 min`, `3.2 h`, `12.1 d`."""
+    size = abs(seconds)
+    if 0 < size < 0.9995:
+        return f"{seconds * 1000:.0f} ms" if size >= 0.0095 else f"{seconds * 1000:.1f} ms"
+    if size < 120:
         return f"{seconds:.1f} s"
-    if abs(seconds) < 2 * 3600:
+    if size < 2 * 3600:
         return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.1f} h" if abs(seconds) < 4 * 86400 else f"{seconds / 86400:.1f} d"
+    return f"{seconds / 3600:.1f} h" if size < 4 * 86400 else f"{seconds / 86400:.1f} d"
 
 
 def _check_costs(where: str, save_seconds: float, mtbf_seconds: float) -> None:

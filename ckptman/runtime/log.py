@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptman.errors import plain
-from ckptman.policies.intervals import seconds_text
+from ckptman.policies.intervals import duration_text
 from ckptman.policies.retention_rules import bytes_text
 from ckptman.runtime.outcome import OUTCOME_ENV
 
@@ -58,9 +58,9 @@ def tell_event(event: str, fields: Mapping[str, Any]) -> None:
 
 
 def _restored(fields: Mapping[str, Any]) -> str:
-    line = f"restored step {fields['step']} from {fields['path']} in {seconds_text(fields['seconds'])}"
+    line = f"restored step {fields['step']} from {fields['path']} in {duration_text(fields['seconds'])}"
     if memory := fields.get("memory"):
-        line = f"restored step {fields['step']} from memory in {seconds_text(fields['seconds'])} ({memory})"
+        line = f"restored step {fields['step']} from memory in {duration_text(fields['seconds'])} ({memory})"
     if missing := fields.get("missing"):
         line += f"; missing in it, and as before: {', '.join(missing)}"
     if unexpected := fields.get("unexpected"):
@@ -69,8 +69,8 @@ def _restored(fields: Mapping[str, Any]) -> str:
 
 
 def _saved(fields: Mapping[str, Any]) -> str:
-    waited = f"training waited {seconds_text(fields['stall_seconds'])}"
-    size, seconds = bytes_text(fields["bytes"]), seconds_text(fields["seconds"])
+    waited = f"training waited {duration_text(fields['stall_seconds'])}"
+    size, seconds = bytes_text(fields["bytes"]), duration_text(fields["seconds"])
     return f"saved step {fields['step']}, {size} in {seconds} ({waited}): {fields['reason']}"
 
 
@@ -110,7 +110,7 @@ _LINES: dict[str, tuple[int, Callable[[Mapping[str, Any]], str]]] = {
     "save_failed": (logging.WARNING, _save_failed),
     "drained": (
         logging.INFO,
-        lambda fields: f"copied step {fields['step']} to {fields['tier']} in {seconds_text(fields['seconds'])}",
+        lambda fields: f"copied step {fields['step']} to {fields['tier']} in {duration_text(fields['seconds'])}",
     ),
     "memory_on": (logging.INFO, _memory_on),
     "tracker_failed": (logging.WARNING, lambda fields: f"{fields['tracker']}: {fields['cause']}"),

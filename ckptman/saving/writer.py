@@ -57,6 +57,7 @@ class SaveInfo:
     attempt: int = 1
     restored_from: int | None = None
     metrics: Mapping[str, float] | None = None
+    metadata: Mapping[str, Any] | None = None
 
     @property
     def nonfinite_metrics(self) -> tuple[str, ...]:
@@ -223,6 +224,7 @@ class Draft:
             attempt=info.attempt,
             restored_from=info.restored_from,
             metrics=dict(info.metrics or {}),
+            metadata=dict(info.metadata or {}),
             nonfinite=nonfinite,
             block_bytes=BLOCK_BYTES,
             files=files,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import os
 import threading
@@ -20,6 +21,7 @@ from ckptman.session.watchdog_actions import Setting, patience_of
 from ckptman.state.generators import RNGState
 from ckptman.state.named_state import is_stateful
 
+MOST_METADATA_BYTES = 64 * 1024
 _DETACHED = {"an optimizer": {"state", "param_groups"}, "a schedule": {"last_epoch", "_step_count"}}
 """By what a state dict is known that is a copy. That of a module holds its very tensors."""
 
@@ -101,6 +103,26 @@ def check_metrics(metrics: object) -> None:
     """Check that metrics have names. Raises: ConfigError."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics are numbers by name, such as {{'loss': loss}}, not a {type(metrics).__name__}")
+
+
+def metadata_of(metadata: object) -> dict[str, Any]:
+    """Return a copy of what is to be noted in each manifest. Raises: ConfigError: JSON cannot hold it."""
+    if metadata is None:
+        return {}
+    remedy = "give a dict of plain values, such as {'config': vars(args), 'commit': '1a2b3c'}"
+    if not isinstance(metadata, Mapping):
+        raise ConfigError(f"metadata is not a {type(metadata).__name__}: {remedy}")
+    try:
+        text = json.dumps(dict(metadata))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"metadata cannot be written as JSON ({error}): {remedy}") from None
+    if len(text) > MOST_METADATA_BYTES:
+        raise ConfigError(
+            f"metadata is {len(text):,} bytes of JSON, of at most {MOST_METADATA_BYTES:,}: every look at the root "
+            f"reads it. Put what is large into the state"
+        )
+    copied: dict[str, Any] = json.loads(text)
+    return copied
 
 
 def check_trackers(trackers: object) -> None:

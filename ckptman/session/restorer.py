@@ -33,6 +33,7 @@ from ckptman.io.threads import Worker
 from ckptman.loading.accepted import Accepted, Skipped, told
 from ckptman.loading.fit import State
 from ckptman.loading.loader import load
+from ckptman.loading.other_weights import OtherWeights
 from ckptman.session.memory_restore import MemoryRestore
 from ckptman.session.run_session import RunSession, refuse_other_checkpoints
 from ckptman.transfer.copy import CopyOptions, copy_checkpoint
@@ -239,16 +240,20 @@ class Restorer:
         suspects = {} if allow_suspect else self._attempt.suspects()
         return suspects.get(manifest.step)
 
-    def at(self, state: State, folder: Path) -> int:
-        """Load the checkpoint in `folder`, whoever wrote it, and return its step; 0 where it does not say."""
+    def at(self, state: State, folder: Path, others: OtherWeights) -> int:
+        """Load the checkpoint in `folder`, whoever wrote it, and return its step; 0 if it does not say, or if only a
+        part of the state is loaded."""
 
         def look() -> Entry | None:
             return Entry(0, folder, read_manifest(folder)) if (folder / MANIFEST).exists() else None
 
         begun = time.monotonic()
         entry = self._control.run_on_leader(look)
-        skipped = self._load(state, folder)
-        step = entry.require_manifest().step if entry is not None else 0
+        part = others.part_of(state)
+        before = dict(part)
+        skipped = self._load(part, folder, others)
+        state.update({name: value for name, value in part.items() if value is not before[name]})
+        step = entry.require_manifest().step if entry is not None and not others.only else 0
         self._note_restored(step, folder, time.monotonic() - begun, skipped)
         return step
 
@@ -282,12 +287,12 @@ class Restorer:
                 return error
         return None
 
-    def _load(self, state: State, folder: Path) -> Skipped:
+    def _load(self, state: State, folder: Path, others: OtherWeights | None = None) -> Skipped:
         """Load a checkpoint that no prune may take meanwhile: what the leader holds is held for all ranks."""
         with contextlib.ExitStack() as held:
             if self._control.is_leader:
                 held.enter_context(reading(folder, what="a run that goes on from it"))
-            skipped = load(self._control, state, folder, self._accepted)
+            skipped = load(self._control, state, folder, self._accepted, others=others)
             self.held = held.pop_all()
             return skipped
 

@@ -224,8 +224,9 @@ class RunSession:
         snapshot: Snapshot,
         restored_from: int | None,
         metrics: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any],
     ) -> SaveInfo:
-        """Return what the manifest of a save of this attempt says about it; of the `metrics` the leader's count.
+        """Return what the manifest of a save of this attempt says about it; the `metrics` of the leader count.
 
         Every rank calls it. Raises: ConfigError, on every rank alike (the metrics are no mapping).
         """
@@ -240,6 +241,7 @@ class RunSession:
             attempt=self.number,
             restored_from=restored_from,
             metrics=numbers,
+            metadata=metadata,
         )
 
     def release(self, *, fill_tiers: bool = True) -> None:

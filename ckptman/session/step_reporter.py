@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckptman.runtime.metrics_log import MetricsLog
 from ckptman.runtime.tracker import TrackedRun, Tracker
 from ckptman.session.run_session import RunSession
 from ckptman.session.timings import Stall
@@ -24,8 +25,8 @@ from ckptman.state.accelerators import record
 
 PROGRESS_SECONDS = 30.0
 """Between two `progress` in the journal."""
-TRACKER_SECONDS = 1.0
-"""Between two looks where there are trackers."""
+LOOK_SECONDS = 1.0
+"""Between two looks at what has ended."""
 MOST_METRICS = 16
 """Of so many at most a `progress` tells, by names of at most `_MOST_NAME` characters: it is to stay a short line."""
 _MOST_NAME = 64
@@ -66,9 +67,9 @@ class StepReporter:
         assert session.journal is not None
         self._session, self._world_size, self._stall, self._outlook = session, world_size, stall, outlook
         self._trackers = TrackerThreads(trackers, session.journal)
+        self._log = MetricsLog(session.root, session.number)
         self._thread = Behind("ckptman-progress")
-        self._every_seconds = min(TRACKER_SECONDS, PROGRESS_SECONDS) if trackers else PROGRESS_SECONDS
-        self._waiting: deque[_Ended] = deque(maxlen=MOST_WAITING if trackers else 1)
+        self._waiting: deque[_Ended] = deque(maxlen=MOST_WAITING)
         self._arriving: _Arriving | None = None
         self._count, self._numbers, self._due_seconds = 0, 0, 0.0
         self._is_started = False
@@ -94,9 +95,11 @@ class StepReporter:
         self._count += 1
         numbers = metrics if isinstance(metrics, dict) else {}
         self._waiting.append(_Ended(self._count, step, now, self._stall.seconds, numbers))
-        self._numbers += len(numbers) if self._waiting.maxlen != 1 else 0
+        self._numbers += len(numbers)
         if self._arriving is not None or is_saved or now >= self._due_seconds or self._numbers > _MANY_NUMBERS:
             self._look(now)
+            if is_saved:
+                self._thread.put(self._log.flush)
 
     def finish(self, *, wait: bool) -> None:
         """Tell of all that ended, and let the journal have it. `wait`: also for devices to have done what they were
@@ -127,7 +130,7 @@ class StepReporter:
         if self._arriving is None:
             steps, self._numbers = [self._waiting.popleft() for _ in range(len(self._waiting))], 0
             self._arriving = _begin_arriving(steps)
-            self._due_seconds = now + self._every_seconds
+            self._due_seconds = now + min(LOOK_SECONDS, PROGRESS_SECONDS)
         is_there = _is_there(self._arriving.events, wait=wait)
         if is_there or last:
             steps = self._arriving.steps
@@ -141,6 +144,7 @@ class StepReporter:
             numbers = _numbers(each.metrics)
             if numbers:
                 self._trackers.log(each.step, numbers)
+                self._log.add(each.step, numbers)
             self._newest = each._replace(metrics=numbers)
         if not self._told.position or self._newest.seconds - self._told.seconds >= PROGRESS_SECONDS:
             self._write()
@@ -151,6 +155,7 @@ class StepReporter:
         if newest.position == told.position:
             return
         self._told = newest
+        self._log.flush()
         short = {name: number for name, number in newest.metrics.items() if len(name) <= _MOST_NAME}
         with contextlib.suppress(Exception):  # a journal that cannot be written warns, and warnings may be errors
             self._session.note(

@@ -29,6 +29,9 @@ class RNGState:
     per_rank = True
     """Tells the Checkpointer to save this object once for each rank."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this process, as one JSON text: no pickle, and one small value for a rank."""
         return self.encoded(self.generators())

@@ -30,6 +30,9 @@ class PerRank(Generic[T]):
     def __init__(self, value: T) -> None:
         self.value = value
 
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the value, and how many ranks there are."""
         return {"value": _state_of(self.value), "world_size": _world_size()}
@@ -65,6 +68,9 @@ class FromRank0(Generic[T]):
 
     def __init__(self, value: T) -> None:
         self.value = value
+
+    def __repr__(self) -> str:
+        return f"FromRank0({self.value!r})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the value."""

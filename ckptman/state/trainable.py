@@ -111,6 +111,9 @@ class Trainable:
                     put(part, had)
             raise
 
+    def __repr__(self) -> str:
+        return f"Trainable({type(self.module).__name__})"
+
     def note_step(self) -> None:
         """Note what asks for gradients now. Called at each step: a layer may be frozen again before the next save, and
         torch does not count what the fused optimizers change. What is frozen again before the step ends is missed, if

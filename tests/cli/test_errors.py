@@ -41,7 +41,7 @@ REFUSALS = [
     ("show good --step 8", 3, "no checkpoint of step 8; the latest there are: 9"),
     ("verify good --step 8", 3, "no checkpoint of step 8"),
     ("path good --step 8", 3, "there is no checkpoint of step 8 that counts"),
-    ("path good --best los", 3, "no checkpoint has a finite los, of the metrics dead, loss"),
+    ("path good --best los", 3, "has the metric 'los': they have dead, loss"),
     ("doctor --against empty", 3, "empty holds no checkpoint"),
     # ---- one checkpoint is no root
     (f"list good/{STEP}", 2, f"good/{STEP} is one checkpoint, not a root"),

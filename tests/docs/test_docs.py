@@ -169,8 +169,8 @@ def run(command, folder):
 
 
 def alike(line):
-    """A line with each word that has a digit in it as `#`."""
-    return " ".join(re.sub(r"\S*\d\S*", "#", line).split())
+    """A line with each word that has a digit in it as `#`, with the unit of a duration."""
+    return " ".join(re.sub(r"\S*\d\S*(?: (?:ms|s|min|h|d)\b)?", "#", line).split())
 
 
 def says(shown, line):

@@ -45,7 +45,7 @@ def test_where_nobody_configured_logging_it_is_shown_once(capsys):
     assert is_shown()
     tell_event("save_durable", DURABLE)
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "ckptman: saved step 60, 1.9 MiB in 1.5 s (training waited 0.25 s): every 20 steps\n")
+    assert (out, err) == ("", "ckptman: saved step 60, 1.9 MiB in 1.5 s (training waited 250 ms): every 20 steps\n")
 
 
 @of_any
@@ -111,7 +111,7 @@ def test_a_stream_or_a_handler_that_fails_and_a_field_that_is_missing_are_no_mat
 def test_what_it_says_is_safe_to_print(caplog):
     caplog.set_level(logging.INFO, "ckptman")
     tell_event("restored", {"step": 60, "path": "runs/\x1b[2J\n100 %s", "seconds": 0.5})
-    assert caplog.messages == ["restored step 60 from runs/\\x1b[2J\\n100 %s in 0.5 s"]
+    assert caplog.messages == ["restored step 60 from runs/\\x1b[2J\\n100 %s in 500 ms"]
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_trackers_hear_of_each_attempt_and_of_going_back(tmp_path):
 def test_a_tracker_that_raises_or_hangs_is_told_of_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(tracker_threads, "CLOSE_SECONDS", 0.5)
     monkeypatch.setattr(tracker_threads, "MOST_WAITING", 5)
-    monkeypatch.setattr(step_reporter, "TRACKER_SECONDS", 0.0)
+    monkeypatch.setattr(step_reporter, "LOOK_SECONDS", 0.0)
     recorder, hanging = Recorder(), Hanging()
     with checkpointer_in(tmp_path, Raising(), hanging, recorder) as checkpointer:
         for step in range(1, 21):
@@ -271,7 +271,7 @@ def test_ctrl_c_while_the_end_is_told_leaves_an_outcome_and_a_free_root(tmp_path
 
 
 def test_a_saved_step_is_handed_on_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(step_reporter, "TRACKER_SECONDS", 3600.0)
+    monkeypatch.setattr(step_reporter, "LOOK_SECONDS", 3600.0)
     told = threading.Event()
 
     class Waiting(Recorder):
