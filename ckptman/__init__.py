@@ -29,7 +29,7 @@ _HOME = {
     "Run": "ckptman.run",
     "TrackedRun": "ckptman.runtime.tracker",
     "Tracker": "ckptman.runtime.tracker",
-    "export": "ckptman.exporting.export",
+    "export": "ckptman.tools.exporting.export",
     "adopt": "ckptman.dcp.adopt",
     "StorageReader": "ckptman.dcp.storage",
     "StorageWriter": "ckptman.dcp.storage",
@@ -134,7 +134,6 @@ if TYPE_CHECKING:
     from ckptman.errors import SchedulerError as SchedulerError
     from ckptman.errors import SuspectError as SuspectError
     from ckptman.errors import UnknownKeyError as UnknownKeyError
-    from ckptman.exporting.export import export as export
     from ckptman.loading.accepted import Skipped as Skipped
     from ckptman.loading.read import read as read
     from ckptman.policies.calendar import KeepDaily as KeepDaily
@@ -167,3 +166,4 @@ if TYPE_CHECKING:
     from ckptman.state.rank_values import FromRank0 as FromRank0
     from ckptman.state.rank_values import PerRank as PerRank
     from ckptman.state.trainable import Trainable as Trainable
+    from ckptman.tools.exporting.export import export as export

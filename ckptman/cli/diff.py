@@ -103,10 +103,10 @@ def _side(path: Path, step: int | None = None) -> Side:
 
 def _compare(before: Side, after: Side, patterns: list[str], read: bool) -> Findings:
     """Compare what has a name that matches one of the patterns. Raises: CorruptError, FormatVersionError."""
-    from ckptman.diff.diff import diff_tensors
-    from ckptman.diff.values import diff_values
     from ckptman.format.chunk_table import item_bytes
     from ckptman.loading.box_reader import BoundedState
+    from ckptman.tools.diff.diff import diff_tensors
+    from ckptman.tools.diff.values import diff_values
 
     def wanted(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)

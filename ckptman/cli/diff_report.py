@@ -15,10 +15,10 @@ from ckptman.cli import console
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ckptman.diff.diff import TensorDiff
-    from ckptman.diff.difference import Difference
-    from ckptman.diff.values import ValueDiff
     from ckptman.format.manifest import Manifest
+    from ckptman.tools.diff.diff import TensorDiff
+    from ckptman.tools.diff.difference import Difference
+    from ckptman.tools.diff.values import ValueDiff
 
 VALUE_WIDTH = 36
 MOST_RANGES = 4
@@ -142,8 +142,8 @@ def _tensor_dict(tensor: TensorDiff) -> dict[str, Any]:
 
 
 def _value_dict(value: ValueDiff) -> dict[str, Any]:
-    from ckptman.diff.values import MISSING
     from ckptman.format.value_codec import encode
+    from ckptman.tools.diff.values import MISSING
 
     fields: dict[str, Any] = {"name": value.name, "kind": value.kind}
     for side, each in (("a", value.before), ("b", value.after)):

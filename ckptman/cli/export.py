@@ -18,7 +18,7 @@ from ckptman.cli.select import PathOrRoot, Step, check_is_folder, choose, is_for
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ckptman.exporting.target import Format
+    from ckptman.tools.exporting.target import Format
 
 
 def export(
@@ -81,7 +81,7 @@ def export(
         entry.require_manifest()
         folder = entry.path
 
-    from ckptman.exporting.export import export as export_checkpoint
+    from ckptman.tools.exporting.export import export as export_checkpoint
 
     with ExitStack() as stack, warnings.catch_warnings():
         # torch warns of dtypes that are experimental or deprecated wherever they are touched.

@@ -64,7 +64,7 @@ def check_bytes(entry: Entry, wishes: Wishes) -> VerifyReport:
 def check_foreign(found: ForeignCheckpoint, wishes: Wishes) -> VerifyReport:
     """Check what another program wrote, as far as it describes itself. Needs torch."""
     from ckptman.io.file_scan import default_threads
-    from ckptman.verify import foreign_check, foreign_files
+    from ckptman.tools.verify import foreign_check, foreign_files
 
     report = VerifyReport(None, found.path, written_by=found.writer, mesh=wishes.mesh)
     begun, threads = time.perf_counter(), wishes.threads or default_threads()

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
-from ckptman.verify.reports import LoadReport, PlanReport, world_sizes_with
+from ckptman.tools.verify.reports import LoadReport, PlanReport, world_sizes_with
 
 # The search path of this process: with -m, a random.py in the current folder would take the place of Python's own.
 # What was imported stays: looking for garbage in it took a quarter of the import, half a second at the end, and a copy
 # of each of its pages in every rank that is forked.
 _START = (
-    "import gc, sys; gc.disable(); sys.path[:] = {!r}; from ckptman.verify.{} import main; "
+    "import gc, sys; gc.disable(); sys.path[:] = {!r}; from ckptman.tools.verify.{} import main; "
     "gc.freeze(); gc.enable(); sys.exit(main(sys.argv[1:]))"
 )
 _KINDS = {each.__name__: each for each in (CorruptError, ConfigError)}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckptman.errors import FormatVersionError
     from ckptman.format.manifest import Manifest
     from ckptman.integrity.damage_report import Damage
-    from ckptman.verify.reports import LoadReport, PlanReport
+    from ckptman.tools.verify.reports import LoadReport, PlanReport
 
 PROBLEMS_SHOWN = 40
 """Lines about one checkpoint: a screen. `--json` has all of them."""

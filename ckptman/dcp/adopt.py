@@ -28,7 +28,7 @@ from ckptman.io.file_scan import Stamp, stamp_of
 from ckptman.io.safe_open import read_regular
 from ckptman.loading.box_reader import BoundedState
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.verify.foreign_check import ForeignReport, check_foreign
+from ckptman.tools.verify.foreign_check import ForeignReport, check_foreign
 
 REASON = "adopted: plain DCP wrote it"
 _SHOWN = 5

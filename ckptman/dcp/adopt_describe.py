@@ -24,7 +24,7 @@ from ckptman.loading.checkpoint_reader import SavedState, resolve
 from ckptman.policies.retention_rules import time_to_store
 from ckptman.saving.write_plan import make_rows
 from ckptman.state.file_layout import Placed
-from ckptman.verify.chunk_files import Saved, Tensors
+from ckptman.tools.verify.chunk_files import Saved, Tensors
 
 _READ_BYTES = 4 * 1024 * 1024
 _THREADS = 2

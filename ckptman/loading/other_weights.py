@@ -21,7 +21,7 @@ class OtherWeights:
     applied in order to the names in the checkpoint."""
 
     only: tuple[str, ...] = ()
-    renames: tuple[tuple[str, str], ...] = ()
+    pairs: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def agreed(cls, channel: Channel, only: object, rename: object, state: Mapping[str, Any]) -> OtherWeights:
@@ -58,14 +58,14 @@ class OtherWeights:
 
         Raises: ConfigError: two names become one.
         """
-        if self.renames:
+        if self.pairs:
             saved.values = self._renamed(saved.values)
         wanted = {name: value for name, value in saved.values.items() if matches_any(self.only, name)}
         if self.only and wanted:  # else it may be a model that plain DCP saved without a name around it
             saved.values = wanted
 
     def _renamed(self, values: dict[str, Any]) -> dict[str, Any]:
-        new_name, found = renaming(self.renames, "rename"), dict[str, Any]()
+        new_name, found = renaming(self.pairs, "rename"), dict[str, Any]()
         for key, value in values.items():
             entries = value if isinstance(value, dict) and value else {None: value}
             for entry, each in entries.items():

@@ -213,7 +213,7 @@ def test_saved_by_one_rank_and_by_four(tmp_path, diff, monkeypatch):
     one = save(tmp_path / "same-1", whole(False))
     for piece in (None, 100_000):
         if piece:
-            monkeypatch.setattr("ckptman.diff.diff.PIECE_BYTES", piece)
+            monkeypatch.setattr("ckptman.tools.diff.diff.PIECE_BYTES", piece)
         assert diff(one, tmp_path / "same-4") == 0
         assert diff.data["unread_tensors"] == 0, "other layouts have other digests"
         for a, b in ((one, "other-4"), (tmp_path / "same-4", "other-4"), (tmp_path / "other-4", "same-1")):

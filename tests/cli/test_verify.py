@@ -24,7 +24,7 @@ from ckptman.format.paths import CHUNKS, INDEX
 from ckptman.io import file_reader
 from ckptman.io.checksums import digest_bytes
 from ckptman.io.durable_files import Disk
-from ckptman.verify.reports import LoadReport, PlanReport
+from ckptman.tools.verify.reports import LoadReport, PlanReport
 from tests.helpers.checkpoints import blocks_of, commit, flip_byte, index_files, note_in
 from tests.helpers.forkserver import run
 

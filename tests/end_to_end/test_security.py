@@ -18,7 +18,6 @@ from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.writer_lock import claim, read_owner
 from ckptman.cli.console import plain
-from ckptman.exporting.formats import config_file
 from ckptman.format.index import read_index
 from ckptman.format.manifest import FileRecord, is_plain_name, read_manifest
 from ckptman.format.paths import owner_path, run_folder
@@ -29,6 +28,7 @@ from ckptman.runtime.failure_trace import read_trace
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import Outcome, read_outcome, write_outcome
 from ckptman.scheduler.chain_record import Chain
+from ckptman.tools.exporting.formats import config_file
 from ckptman.train.dataset.tokenfile import read_meta
 from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from tests.faults.hostile import look_at

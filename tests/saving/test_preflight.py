@@ -14,7 +14,7 @@ from torch import nn
 import ckptman
 from ckptman.cli import verify_process
 from ckptman.cli.app import main
-from ckptman.verify import pickle_check
+from ckptman.tools.verify import pickle_check
 from tests.dcp.test_values import Named, save
 from tests.helpers.checkpoints import note_in
 

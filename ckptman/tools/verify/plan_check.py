@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from ckptman.format.chunk_table import Chunks, Ints
 from ckptman.loading.checkpoint_reader import SavedState, size_of
-from ckptman.verify import reports
-from ckptman.verify.chunk_files import Saved, Tensors
-from ckptman.verify.container_check import Containers, frame_if_any
-from ckptman.verify.plan_ranges import Overlaps, Readers, Reads, bytes_of, copies_of, overlaps, readers_of
-from ckptman.verify.reports import PlanReport
+from ckptman.tools.verify import reports
+from ckptman.tools.verify.chunk_files import Saved, Tensors
+from ckptman.tools.verify.container_check import Containers, frame_if_any
+from ckptman.tools.verify.plan_ranges import Overlaps, Readers, Reads, bytes_of, copies_of, overlaps, readers_of
+from ckptman.tools.verify.reports import PlanReport
 
 RANGES_AT_A_TIME = 2_000_000
 """Ranges, and rows of the chunk table, that are in memory at a time: some 200 MB."""

@@ -17,8 +17,8 @@ import ckptman
 from ckptman.cli.app import main
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.state.file_layout import frame_of
-from ckptman.verify import foreign_check
-from ckptman.verify.foreign_check import check_foreign
+from ckptman.tools.verify import foreign_check
+from ckptman.tools.verify.foreign_check import check_foreign
 from tests.faults.regions import flip
 
 pytestmark = pytest.mark.usefixtures("forked")

@@ -19,10 +19,10 @@ from ckptman.integrity.folder_check import check_coverage
 from ckptman.loading import exchange as sharing
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.loading.read_tensors import Cut, fills_for_box, read_fills
-from ckptman.verify import plan_check, plan_ranges
-from ckptman.verify.chunk_files import Saved
-from ckptman.verify.plan_check import plan
-from ckptman.verify.reports import PlanReport
+from ckptman.tools.verify import plan_check, plan_ranges
+from ckptman.tools.verify.chunk_files import Saved
+from ckptman.tools.verify.plan_check import plan
+from ckptman.tools.verify.reports import PlanReport
 from tests.dcp.test_values import save
 from tests.helpers.ranks import alone
 from tests.helpers.simulated import reseal, simulate

@@ -17,7 +17,7 @@ from ckptman.io.safe_open import open_regular
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.saving.refused_values import refusal_of
 from ckptman.state.local_shards import QUANTIZED
-from ckptman.verify import reports
+from ckptman.tools.verify import reports
 
 
 def allow(classes: Iterable[str]) -> None:

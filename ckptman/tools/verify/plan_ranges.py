@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ckptman.format.chunk_table import Chunks, Ints
 from ckptman.io.checked_reader import GAP_BYTES
 from ckptman.loading.exchange import BAND_BYTES, MEMBERS, SHARED_BYTES
-from ckptman.verify.chunk_files import Saved, rows_of
+from ckptman.tools.verify.chunk_files import Saved, rows_of
 
 
 class Readers(NamedTuple):

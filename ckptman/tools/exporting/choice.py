@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ckptman.errors import ConfigError, plain
-from ckptman.exporting.target import Format
 from ckptman.format.value_codec import Keys, TensorRef, leaves_in, without
 from ckptman.loading.checkpoint_reader import SavedState, resolve
+from ckptman.tools.exporting.target import Format
 
 MODEL = "model"
 """The entry of a state that is exported where nothing else is asked for."""

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimi
 
 import ckptman
 from ckptman.cli.app import main
-from ckptman.exporting import target as export_target
-from ckptman.exporting import write as export_write
-from ckptman.exporting.export import export
 from ckptman.format.paths import MANIFEST
 from ckptman.io.durable_files import Disk
+from ckptman.tools.exporting import target as export_target
+from ckptman.tools.exporting import write as export_write
+from ckptman.tools.exporting.export import export
 from tests.helpers.faulty_disk import on_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process", "ignore:Detected an existing checkpoint")

@@ -13,10 +13,6 @@ from typing import get_args
 from ckptman._tracebacks import short_traceback
 from ckptman.catalog.reader_lease import reading
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError
-from ckptman.exporting.choice import CASTS, Choice, Item, choose, excluding
-from ckptman.exporting.formats import config_file, dcp_files, safetensors_files, torch_file
-from ckptman.exporting.target import OLD, Format, check_target, clear_leftovers, draft_of
-from ckptman.exporting.write import FilePlan, same_bits, write_files
 from ckptman.format.paths import MANIFEST, METADATA
 from ckptman.format.renaming import renaming
 from ckptman.io.durable_files import DISK
@@ -24,6 +20,10 @@ from ckptman.io.file_scan import Stamp, stamp_of
 from ckptman.loading.box_reader import BoundedState, BoxReader
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.run import checkpoint_at
+from ckptman.tools.exporting.choice import CASTS, Choice, Item, choose, excluding
+from ckptman.tools.exporting.formats import config_file, dcp_files, safetensors_files, torch_file
+from ckptman.tools.exporting.target import OLD, Format, check_target, clear_leftovers, draft_of
+from ckptman.tools.exporting.write import FilePlan, same_bits, write_files
 
 MAX_SHARD_BYTES = 5_000_000_000
 _OUTPUT = "lm_head.weight"

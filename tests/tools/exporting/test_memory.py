@@ -23,7 +23,7 @@ import resource, sys
 from pathlib import Path
 
 import torch
-from ckptman.exporting.export import export
+from ckptman.tools.exporting.export import export
 from ckptman._torch_compat import fake_tensors
 
 folder, out, format, dtype, limit = sys.argv[1:]

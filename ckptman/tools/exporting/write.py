@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 
 from ckptman.errors import ConfigError
-from ckptman.exporting.choice import CASTS, Item
 from ckptman.io.durable_files import Disk
 from ckptman.io.file_writer import FileWriter
 from ckptman.loading.box_reader import PIECE_BYTES, Batch, BoxReader, Shape, boxes, prefetched
 from ckptman.state.file_layout import as_bytes, view_of
+from ckptman.tools.exporting.choice import CASTS, Item
 
 _CAST_ELEMENTS = 256 * 1024
 

@@ -16,7 +16,14 @@ from ckptman.format import safetensors
 from ckptman.format.foreign import RANDOM_STATES, TRAINER_STATE, ForeignCheckpoint
 from ckptman.format.paths import MANIFEST, METADATA
 from ckptman.io.safe_open import open_regular, read_regular
-from ckptman.verify.foreign_check import Container, ForeignReport, Opened, account_for, check_foreign, open_container
+from ckptman.tools.verify.foreign_check import (
+    Container,
+    ForeignReport,
+    Opened,
+    account_for,
+    check_foreign,
+    open_container,
+)
 
 _MOST_JSON_BYTES = 256 * 1024 * 1024
 _OF_TORCH = (".pt", ".pth", ".bin", ".pkl", ".ckpt")

@@ -22,12 +22,12 @@ from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.loading import exchange as sharing
 from ckptman.loading import read_tensors as reading
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.verify import rank_processes
-from ckptman.verify import reshard_check as module
-from ckptman.verify.chunk_files import Saved
-from ckptman.verify.rank_processes import run_forked
-from ckptman.verify.reports import layout_for, shown, text_of, world_sizes_with
-from ckptman.verify.reshard_check import check, processes_for
+from ckptman.tools.verify import rank_processes
+from ckptman.tools.verify import reshard_check as module
+from ckptman.tools.verify.chunk_files import Saved
+from ckptman.tools.verify.rank_processes import run_forked
+from ckptman.tools.verify.reports import layout_for, shown, text_of, world_sizes_with
+from ckptman.tools.verify.reshard_check import check, processes_for
 from tests.faults.regions import flip
 from tests.helpers.ranks import RankError, alone, run_ranks
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptman.diff import difference
-from ckptman.diff.difference import Difference, comparable, has_values, measure, measuring_threads
+from ckptman.tools.diff import difference
+from ckptman.tools.diff.difference import Difference, comparable, has_values, measure, measuring_threads
 from tests.dcp.test_values import DTYPES, QUANTIZED, name_of, noise
 
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")

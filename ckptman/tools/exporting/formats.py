@@ -13,9 +13,6 @@ import torch
 
 from ckptman._torch_compat import fake_tensors
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
-from ckptman.exporting.choice import Choice, Item, leaves
-from ckptman.exporting.target import CONFIG, commented, save_id
-from ckptman.exporting.write import FilePlan, parts_of
 from ckptman.format import safetensors
 from ckptman.format.chunk_table import ChunkTable, assemble
 from ckptman.format.index import Location
@@ -28,6 +25,9 @@ from ckptman.saving.index_writer import write_metadata
 from ckptman.saving.write_plan import make_rows
 from ckptman.state.file_layout import Layout, WriteRecorder, in_order, pickled
 from ckptman.state.named_state import replace_refs
+from ckptman.tools.exporting.choice import Choice, Item, leaves
+from ckptman.tools.exporting.target import CONFIG, commented, save_id
+from ckptman.tools.exporting.write import FilePlan, parts_of
 
 _MOST_CONFIG_BYTES = 64 * 1024 * 1024
 _WHICH_CONFIG = "name the config.json that transformers wrote"

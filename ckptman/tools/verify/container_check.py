@@ -16,7 +16,7 @@ from ckptman.errors import CorruptError
 from ckptman.format.torch_zip import PartOfFile
 from ckptman.loading.checkpoint_reader import ChunkPlace
 from ckptman.state.file_layout import Frame, frame_of
-from ckptman.verify.chunk_files import File, Saved, Tensors, rows_of
+from ckptman.tools.verify.chunk_files import File, Saved, Tensors, rows_of
 
 SAMPLE_BYTES = 4 * 1024 * 1024
 """Of each dtype, one container of no more than this is loaded by `torch.load` as a whole."""

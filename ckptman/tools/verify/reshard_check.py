@@ -38,14 +38,14 @@ from ckptman.loading.exchange import read_together
 from ckptman.loading.read_tensors import fills_for_all, read_fills
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.state.local_shards import QUANTIZED
-from ckptman.verify import reports
-from ckptman.verify.chunk_files import Saved, Tensors
-from ckptman.verify.container_check import Containers
-from ckptman.verify.independent_compare import IndependentCompare, LoadedRows
-from ckptman.verify.pickle_check import allow
-from ckptman.verify.placement_check import check_placement
-from ckptman.verify.rank_processes import Done, Tell, run_forked
-from ckptman.verify.reports import LoadReport
+from ckptman.tools.verify import reports
+from ckptman.tools.verify.chunk_files import Saved, Tensors
+from ckptman.tools.verify.container_check import Containers
+from ckptman.tools.verify.independent_compare import IndependentCompare, LoadedRows
+from ckptman.tools.verify.pickle_check import allow
+from ckptman.tools.verify.placement_check import check_placement
+from ckptman.tools.verify.rank_processes import Done, Tell, run_forked
+from ckptman.tools.verify.reports import LoadReport
 
 BATCH_BYTES = 16 * 1024 * 1024
 """A rank holds this much of its shards at a time, or one shard that is larger: a checkpoint may exceed the memory."""

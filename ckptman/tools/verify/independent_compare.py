@@ -21,7 +21,7 @@ from ckptman.format.coverage import flaw_of
 from ckptman.io.checksums import DIGEST_BYTES, Digests
 from ckptman.io.threads import share_out
 from ckptman.loading.checkpoint_reader import ChunkPlace
-from ckptman.verify.chunk_files import Bytes, Saved, Tensors, rows_of
+from ckptman.tools.verify.chunk_files import Bytes, Saved, Tensors, rows_of
 
 PIECE_BYTES = 256 * 1024
 """What is read and compared at a time: it stays in the cache of the core."""
