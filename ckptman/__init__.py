@@ -30,6 +30,12 @@ _HOME = {
     "TrackedRun": "ckptman.runtime.tracker",
     "Tracker": "ckptman.runtime.tracker",
     "export": "ckptman.tools.exporting.export",
+    "diff": "ckptman.tools.diff.compare",
+    "verify": "ckptman.tools.verify.verify",
+    "prune": "ckptman.tools.manage",
+    "pin": "ckptman.tools.manage",
+    "unpin": "ckptman.tools.manage",
+    "copy": "ckptman.tools.copy",
     "adopt": "ckptman.dcp.adopt",
     "StorageReader": "ckptman.dcp.storage",
     "StorageWriter": "ckptman.dcp.storage",
@@ -166,4 +172,10 @@ if TYPE_CHECKING:
     from ckptman.state.rank_values import FromRank0 as FromRank0
     from ckptman.state.rank_values import PerRank as PerRank
     from ckptman.state.trainable import Trainable as Trainable
+    from ckptman.tools.copy import copy as copy
+    from ckptman.tools.diff.compare import diff as diff
     from ckptman.tools.exporting.export import export as export
+    from ckptman.tools.manage import pin as pin
+    from ckptman.tools.manage import prune as prune
+    from ckptman.tools.manage import unpin as unpin
+    from ckptman.tools.verify.verify import verify as verify

@@ -5,8 +5,10 @@ The manifest does not name it, so a checkpoint is what it was, and the pin trave
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,3 +68,12 @@ def unpin(folder: Path, disk: Disk) -> bool:
     disk.remove_file(folder / PINNED)
     disk.sync_folder(folder)
     return True
+
+
+def user_at_host() -> str:
+    """Return who runs this program, as `user@host`."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError, ImportError):  # a container that knows no name for the uid
+        user = str(os.getuid())
+    return plain(f"{user}@{socket.gethostname()}")

@@ -61,18 +61,6 @@ def exit_code(error: Exception) -> int:
     return error.exit_code if isinstance(error, CkptmanError) else RootError.exit_code
 
 
-def user_at_host() -> str:
-    """Return who runs the command, as `user@host`."""
-    import getpass
-    import socket
-
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError, ImportError):  # a container that knows no name for the uid
-        user = str(os.getuid())
-    return plain(f"{user}@{socket.gethostname()}")
-
-
 def stop_writing() -> int:
     """Discard all further output, and return the exit code of a program that SIGPIPE killed."""
     devnull = os.open(os.devnull, os.O_WRONLY)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import warnings
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ckptman.catalog.reader_lease import reading
 from ckptman.cli import console
-from ckptman.cli.diff_report import Findings, Side, as_dict, lines, weight
+from ckptman.cli.diff_report import Side, as_dict, lines
 from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.progress import progress
 from ckptman.cli.select import choose, is_foreign
@@ -54,12 +50,9 @@ def diff(
     """
     check_count("diff", "--top", top)
     before, after = _sides(a, b, steps)
-    with reading(before.path, what="diff"), reading(after.path, what="diff"):
-        found = _compare(before, after, only or ["*"], read)
-    if only and not found.groups:
-        raise ConfigError(
-            f"--only {' '.join(only)} matches nothing in {before.path} or {after.path}: `ckptman show` lists the names"
-        )
+    from ckptman.tools.diff.compare import compare
+
+    found = compare(before.path, after.path, only or ["*"], read, progress)
     if as_json:
         console.say_json(as_dict(before, after, found))
     else:
@@ -99,42 +92,3 @@ def _side(path: Path, step: int | None = None) -> Side:
         return Side(path)
     (entry,) = choose(path, step)
     return Side(entry.path, entry.require_manifest())
-
-
-def _compare(before: Side, after: Side, patterns: list[str], read: bool) -> Findings:
-    """Compare what has a name that matches one of the patterns. Raises: CorruptError, FormatVersionError."""
-    from ckptman.format.chunk_table import item_bytes
-    from ckptman.loading.box_reader import BoundedState
-    from ckptman.tools.diff.diff import diff_tensors
-    from ckptman.tools.diff.values import diff_values
-
-    def wanted(name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-    found = Findings()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of dtypes that are experimental wherever they are touched
-        a, b = BoundedState.read(before.path), BoundedState.read(after.path)
-        for each in (a, b) if read else ():
-            each.refuse_transformed()
-        sizes = {
-            name: math.prod(each.shape) * (item_bytes(each.dtype) or 1)
-            for name, each in a.index.tensors.items()
-            if wanted(name)
-        }
-        tensors = diff_tensors(a, b, wanted, read_all=read)
-        with progress("comparing", sum(sizes.values())) as done:
-            for tensor in tensors:
-                if done is not None:
-                    done(sizes.get(tensor.name, 0))
-                found.group(tensor.name).tensors[tensor.kind] += 1
-                if tensor.kind != "same":
-                    found.tensors.append(tensor)
-                elif tensor.difference is None:
-                    found.unread += 1
-        for value in diff_values(a, b, wanted):
-            found.group(value.name).values[value.kind] += 1
-            if value.kind != "same":
-                found.values.append(value)
-    found.tensors.sort(key=weight)
-    return found

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +14,7 @@ from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
     from ckptman.format.manifest import Manifest
+    from ckptman.tools.diff.compare import Diff, Group
     from ckptman.tools.diff.diff import TensorDiff
     from ckptman.tools.diff.difference import Difference
     from ckptman.tools.diff.values import ValueDiff
@@ -43,42 +42,7 @@ class Side:
     manifest: Manifest | None = None
 
 
-@dataclass
-class Group:
-    """Names that begin with the same part: how many tensors and plain values of each kind."""
-
-    tensors: Counter[str] = field(default_factory=Counter)
-    values: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass
-class Findings:
-    """What differs, and how much was compared. `unread`: tensors that are equal by their digests."""
-
-    groups: dict[str, Group] = field(default_factory=dict)
-    tensors: list[TensorDiff] = field(default_factory=list)
-    values: list[ValueDiff] = field(default_factory=list)
-    unread: int = 0
-
-    @property
-    def same(self) -> bool:
-        """Whether nothing differs."""
-        return not self.tensors and not self.values
-
-    def group(self, name: str) -> Group:
-        """Return the group of a flat name."""
-        return self.groups.setdefault(name.partition(".")[0], Group())
-
-
-def weight(tensor: TensorDiff) -> tuple[int, float, str]:
-    """Sort key: what only one has or what changed its form first, then the largest changes. What cannot be measured
-    counts as large."""
-    found = tensor.difference
-    relative = found.relative if found is not None and found.nan[0] == found.nan[1] else None
-    return list(KINDS).index(tensor.kind), -math.inf if relative is None else -relative, tensor.name
-
-
-def as_dict(before: Side, after: Side, found: Findings) -> dict[str, Any]:
+def as_dict(before: Side, after: Side, found: Diff) -> dict[str, Any]:
     """Return all that differs, for JSON."""
     return {
         "a": _side_dict(before),
@@ -94,7 +58,7 @@ def as_dict(before: Side, after: Side, found: Findings) -> dict[str, Any]:
     }
 
 
-def lines(before: Side, after: Side, found: Findings, top: int | None) -> list[str]:
+def lines(before: Side, after: Side, found: Diff, top: int | None) -> list[str]:
     """Return the same for people, on one screen: `top` lines of tensors and of values, each of all that differ in the
     same way but for numbers in their names. `top` None: each on a line of its own, and all of them."""
     shown = [_side_line("A", before), _side_line("B", after)]

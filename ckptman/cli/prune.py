@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +39,6 @@ from ckptman.errors import CkptmanError, ConfigError, RootError
 from ckptman.format.foreign import foreign_in
 
 if TYPE_CHECKING:
-    from ckptman.catalog.prune import Pruned, PrunePlan
     from ckptman.policies.retention_rules import RetentionPolicy
 
 MOST_JOBS = 256
@@ -180,9 +177,10 @@ def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError |
     """Prune one root, say what was done, and return it as data; and what could not be removed. Raises: CkptmanError."""
     from ckptman.catalog.orphans import Leftover
     from ckptman.catalog.prune import Pruned, one_at_a_time, plan_prune
+    from ckptman.tools.manage import carry_out, policy_for
 
     check_is_root(root)
-    policy = _policy_for(root, wishes)
+    policy = None if wishes.leftovers_only else policy_for(root, wishes.policy)
     with nullcontext() if wishes.dry_run else one_at_a_time(root):
         plan = plan_prune(root, policy)
         check_meant(root, policy, plan.verdicts, stored=wishes.policy is None)
@@ -192,46 +190,13 @@ def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError |
         if not wishes.as_json and (said := lines(shown, with_checkpoints=not wishes.leftovers_only)):
             console.say(*said)
         pruned = None if wishes.dry_run else Pruned()
-        failed = _carry_out(root, plan, wishes, pruned) if pruned is not None else None
+        failed = None
         if pruned is not None:
+            speed = wishes.files_per_second
+            failed = carry_out(root, plan, pruned, jobs=wishes.jobs, files_per_second=speed, progress=progress)
             pruned.freed_bytes += sum(map(clear, memory))
             pruned.cleared += len(memory)
     others = foreign_in(root, os.listdir(root))  # noqa: PTH208 names alone are wanted
     if not wishes.as_json:
         console.say(*summary(shown, pruned, others))
     return as_dict(root, shown, pruned, others), failed
-
-
-def _policy_for(root: Path, wishes: _Wishes) -> RetentionPolicy | None:
-    """The rules of the options, or else of the run; with a limit in percent as one in bytes."""
-    from ckptman.catalog.stored_policy import read_policy
-    from ckptman.policies.retention_rules import in_bytes, needs_capacity
-
-    if wishes.leftovers_only:
-        return None
-    policy = wishes.policy if wishes.policy is not None else read_policy(root)
-    if not needs_capacity(policy):
-        return policy
-    from ckptman.doctor.quota import capacity_bytes
-
-    return in_bytes(policy, capacity_bytes(root))
-
-
-def _carry_out(root: Path, plan: PrunePlan, wishes: _Wishes, pruned: Pruned) -> RootError | None:
-    """Delete, and say in `pruned` what is gone. Returns what could not be removed."""
-    from ckptman.catalog.prune import execute
-    from ckptman.catalog.reader_lease import lease
-    from ckptman.io.durable_files import DISK
-    from ckptman.io.throttled_delete import ThrottledDelete
-
-    remove: Callable[[Path], None] | None = None
-    if wishes.files_per_second is not None:
-        remove = ThrottledDelete(DISK, wishes.files_per_second)
-    try:
-        with lease(root, [], what="prune") as nonce, progress(f"pruning {root}", plan.freed_bytes) as done:
-            tag = nonce or f"cli{os.urandom(4).hex()}"
-            execute(root, plan, tag, jobs=wishes.jobs, remove=remove, done=done, pruned=pruned)
-    except OSError as error:
-        why = f"{error.filename or root} cannot be removed ({error.strerror}): check permissions and prune again"
-        return RootError(error.errno or errno.EIO, why)
-    return None

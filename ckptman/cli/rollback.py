@@ -48,8 +48,10 @@ def rollback(
         change = make()
     else:
         make()  # what cannot be is refused before anything is written
+        from ckptman.catalog.pins import user_at_host
+
         job = os.environ.get("SLURM_JOB_ID")
-        change = execute(root, make, why=why, by=console.user_at_host(), time_seconds=now, job_id=job)
+        change = execute(root, make, why=why, by=user_at_host(), time_seconds=now, job_id=job)
         _note(root, change, why)
     if as_json:
         console.say_json(_as_dict(root, change, dry_run))

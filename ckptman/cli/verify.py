@@ -13,17 +13,17 @@ import typer
 
 from ckptman.catalog.reader_lease import reading
 from ckptman.cli import console
-from ckptman.cli import verify_checks as checks
 from ckptman.cli.options import AsJson, check_threads, option, parse_rate
+from ckptman.cli.progress import progress
 from ckptman.cli.select import PathOrRoot, Step, choose
-from ckptman.cli.verify_checks import Wishes
-from ckptman.cli.verify_report import VerifyReport, byte_lines, remark_lines, summary_lines
+from ckptman.cli.verify_report import byte_lines, fit_lines, remark_lines, summary_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, NotFoundError, RootError
 from ckptman.format.foreign import ForeignCheckpoint, foreign_in, recognize
 from ckptman.format.paths import METADATA, is_checkpoint
 
 if TYPE_CHECKING:
     from ckptman.catalog.catalog import Entry
+    from ckptman.tools.verify.reports import VerifyReport
 
 MOST_RANKS = 2**20
 MOST_LOADED = 2**13
@@ -90,7 +90,9 @@ def verify(
         )
     in_all = None if bandwidth is None else parse_rate("--bandwidth", bandwidth)
     of_a_rank = None if rank_bandwidth is None else parse_rate("--rank-bandwidth", rank_bandwidth)
-    wishes = Wishes(sizes, shape, plan_only, in_all, of_a_rank, threads, tuple(allow or ()))
+    from ckptman.tools.verify import check as checks
+
+    wishes = checks.Wishes(sizes, shape, plan_only, in_all, of_a_rank, threads, tuple(allow or ()), progress)
 
     def say(lines: list[str]) -> None:
         if lines and not as_json:
@@ -100,8 +102,8 @@ def verify(
         """Print the result of the bytes, and go on with how it loads."""
         say(byte_lines(report))
         if report.is_checked:
-            for lines in checks.check_fit(report, wishes):
-                say(lines)
+            for found in checks.check_fit(report, wishes):
+                say(fit_lines(report, found))
             if report.gone is not None:
                 say([f"  {console.plain(report.gone)}"])
         reports.append(report)

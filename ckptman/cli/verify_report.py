@@ -2,124 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptman.cli import console
+from ckptman.errors import CkptmanError
 
 if TYPE_CHECKING:
-    from ckptman.catalog.verified import Identity, Level
-    from ckptman.errors import FormatVersionError
-    from ckptman.format.manifest import Manifest
-    from ckptman.integrity.damage_report import Damage
-    from ckptman.tools.verify.reports import LoadReport, PlanReport
+    from ckptman.tools.verify.reports import LoadReport, PlanReport, VerifyReport
 
 PROBLEMS_SHOWN = 40
 """Lines about one checkpoint: a screen. `--json` has all of them."""
-
-
-@dataclass
-class VerifyReport:
-    """What was found about one checkpoint.
-
-    levels: what was proved of its bytes.
-    written_by: the program that wrote it, without digests; "" is ckptman.
-    seconds: the duration of reading it.
-    damage, problems: what is not as it was saved.
-    unread: what could not be read, so that nothing is proved.
-    gone: why it is not judged: deleted, or saved again meanwhile.
-    loads: the result of loading, by world size.
-    not_tried: what was asked for and could not be tried, which says nothing about the checkpoint.
-    refused: what a load would not unpickle.
-    remarks: what somebody should know, though it proves nothing.
-    identity: the files that were read, of those that `manifest` names.
-    checked_bytes: how much of a foreign one has a correct checksum.
-    """
-
-    step: int | None
-    path: Path
-    written_by: str = ""
-    files: int = 0
-    bytes: int = 0
-    tensors: int = 0
-    seconds: float = 0.0
-    levels: list[Level] = field(default_factory=list)
-    damage: list[Damage] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-    gone: str | None = None
-    newer_format: FormatVersionError | None = None
-    mesh: tuple[int, ...] | None = None
-    loads: dict[int, LoadReport] = field(default_factory=dict)
-    plans: list[PlanReport] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    manifest: Manifest | None = None
-    identity: Identity | None = None
-    not_tried: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    checked_bytes: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"step {self.step}" if self.step is not None else str(self.path)
-
-    @property
-    def digests(self) -> bool:
-        """Whether it has any: what others write has none."""
-        return not self.written_by
-
-    @property
-    def is_damaged(self) -> bool:
-        return bool(self.damage or self.problems)
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether it could be read, and nothing was wrong."""
-        return not self.is_damaged and not self.unread and self.gone is None and self.newer_format is None
-
-    def mesh_of(self, world_size: int) -> tuple[int, ...] | None:
-        """Return the mesh for that many processes; None: shards without replicas."""
-        return self.mesh if self.mesh is not None and math.prod(self.mesh) == world_size else None
-
-    @property
-    def problems_of_fit(self) -> list[str]:
-        """Return what keeps it from loading, or from being planned."""
-        loads = [problem for found in self.loads.values() for problem in found.problems]
-        return self.refused + loads + [problem for plan in self.plans for problem in plan.problems]
-
-    @property
-    def is_proved(self) -> bool:
-        """Whether it was read and nothing speaks against it."""
-        return self.is_checked and not self.problems_of_fit
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the same, for JSON."""
-        problems = [*map(str, self.damage), *self.problems]
-        found = self.manifest.nonfinite if self.manifest is not None else None
-        return {
-            "step": self.step,
-            "path": str(self.path),
-            "good": self.is_proved and not self.not_tried,
-            "digests": self.digests,
-            "levels": list(self.levels),
-            "files": self.files,
-            "bytes": self.bytes,
-            "checked_bytes": self.bytes if "digests" in self.levels else self.checked_bytes,
-            "tensors": self.tensors,
-            "seconds": self.seconds,
-            "problems": problems or ([str(self.newer_format)] if self.newer_format else []),
-            "damage": [asdict(each) for each in self.damage],
-            "not_checked": [self.gone] if self.gone else [*self.unread, *self.not_tried],
-            "mesh": None if self.mesh is None else list(self.mesh),
-            "world_sizes": {str(size): found.problems for size, found in self.loads.items()},
-            "refused": self.refused,
-            "plans": [asdict(plan) for plan in self.plans],
-            "remarks": self.remarks,
-            "nonfinite": found.model_dump(mode="json") if found is not None else None,
-        }
 
 
 def byte_lines(report: VerifyReport) -> list[str]:
@@ -150,6 +43,17 @@ def _verdict(report: VerifyReport) -> list[str]:
         good = console.paint("good", "green")
         return [f"{name}: {good}, {held}: every byte matches its digest; {tensors}, all complete"]
     return [f"{name}: {held}, of the right sizes; {tensors}, all complete"]
+
+
+def fit_lines(report: VerifyReport, found: LoadReport | PlanReport | CkptmanError | str) -> list[str]:
+    """Return one result of `check_fit`."""
+    from ckptman.tools.verify.reports import LoadReport
+
+    if isinstance(found, str):
+        return not_tried_lines([found])
+    if isinstance(found, CkptmanError):
+        return [f"  {console.paint('damaged', 'red')}: {console.plain(found)}"]
+    return load_lines(report, found) if isinstance(found, LoadReport) else plan_lines(report, found)
 
 
 def load_lines(report: VerifyReport, found: LoadReport) -> list[str]:

@@ -14,7 +14,6 @@ import pytest
 from ckptman import __version__
 from ckptman.catalog import catalog as catalogue
 from ckptman.catalog.catalog import Catalog
-from ckptman.cli import verify_checks, verify_process
 from ckptman.cli.app import main
 from ckptman.cli.verify import parse_mesh, parse_world_sizes
 from ckptman.errors import CkptmanError, CorruptError
@@ -24,6 +23,8 @@ from ckptman.format.paths import CHUNKS, INDEX
 from ckptman.io import file_reader
 from ckptman.io.checksums import digest_bytes
 from ckptman.io.durable_files import Disk
+from ckptman.tools.verify import check as verify_checks
+from ckptman.tools.verify import verify_process
 from ckptman.tools.verify.reports import LoadReport, PlanReport
 from tests.helpers.checkpoints import blocks_of, commit, flip_byte, index_files, note_in
 from tests.helpers.forkserver import run

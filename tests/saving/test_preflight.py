@@ -12,9 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckptman
-from ckptman.cli import verify_process
 from ckptman.cli.app import main
-from ckptman.tools.verify import pickle_check
+from ckptman.tools.verify import pickle_check, verify_process
 from tests.dcp.test_values import Named, save
 from tests.helpers.checkpoints import note_in
 

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import ckptman
-from ckptman.cli.verify_process import plan_on
 from ckptman.format.index import Index
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import CHUNKS, INDEX
@@ -23,6 +22,7 @@ from ckptman.tools.verify import plan_check, plan_ranges
 from ckptman.tools.verify.chunk_files import Saved
 from ckptman.tools.verify.plan_check import plan
 from ckptman.tools.verify.reports import PlanReport
+from ckptman.tools.verify.verify_process import plan_on
 from tests.dcp.test_values import save
 from tests.helpers.ranks import alone
 from tests.helpers.simulated import reseal, simulate

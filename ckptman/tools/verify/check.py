@@ -1,17 +1,16 @@
-"""The checks behind `ckptman verify`: each fills in its part of the report about one checkpoint."""
+"""`verify`: prove that a checkpoint is what was saved, and that it loads. Each check fills in its part of a report."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptman.cli import console, verify_process
-from ckptman.cli.progress import progress
-from ckptman.cli.verify_report import VerifyReport, load_lines, not_tried_lines, plan_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
+from ckptman.tools.verify import verify_process
+from ckptman.tools.verify.reports import LoadReport, PlanReport, VerifyReport
 
 if TYPE_CHECKING:
     from ckptman.catalog.catalog import Entry
@@ -19,19 +18,25 @@ if TYPE_CHECKING:
     from ckptman.format.manifest import Manifest
 
 NAMES_TOLD = 3
+Progress = Callable[[str, int | None], AbstractContextManager[Callable[[float], None] | None]]
+
+
+def _show_nothing(what: str, total_bytes: int | None) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What to prove besides the bytes, and how. Bandwidths in bytes per second."""
+    """What to prove besides the bytes, and how. Bandwidths in bytes per second. `progress` shows how far a check is."""
 
-    world_sizes: list[int]
-    mesh: tuple[int, ...] | None
-    plan_only: bool
-    bandwidth: float | None
-    rank_bandwidth: float | None
-    threads: int | None
-    allow: tuple[str, ...]
+    world_sizes: Sequence[int] = ()
+    mesh: tuple[int, ...] | None = None
+    plan_only: bool = False
+    bandwidth: float | None = None
+    rank_bandwidth: float | None = None
+    threads: int | None = None
+    allow: tuple[str, ...] = ()
+    progress: Progress = _show_nothing
 
 
 def check_bytes(entry: Entry, wishes: Wishes) -> VerifyReport:
@@ -70,7 +75,7 @@ def check_foreign(found: ForeignCheckpoint, wishes: Wishes) -> VerifyReport:
     begun, threads = time.perf_counter(), wishes.threads or default_threads()
     with _noted_in(report):
         total, _ = found.size_and_time()
-        with progress(str(found.path), total) as done:
+        with wishes.progress(str(found.path), total) as done:
             if found.is_dcp:
                 told = foreign_check.check_foreign(found.path, threads, done, open_containers=not wishes.plan_only)
                 if not wishes.plan_only:
@@ -101,47 +106,48 @@ def _noted_in(report: VerifyReport) -> Iterator[None]:
         report.unread.append(f"{error.filename or report.path} cannot be read: {error.strerror or error}")
 
 
-def check_fit(report: VerifyReport, wishes: Wishes) -> Iterator[list[str]]:
-    """Load it, or plan to, on each world size that is asked for. Yield the lines to print after each."""
+def check_fit(report: VerifyReport, wishes: Wishes) -> Iterator[LoadReport | PlanReport | CkptmanError | str]:
+    """Load it, or plan to, on each world size that is asked for. Yield the result of each: that of a load or a plan,
+    what could not be tried, or the damage that was found."""
     if not wishes.world_sizes and wishes.mesh is None:
         return
     try:
-        for lines in _plan(report, wishes) if wishes.plan_only else _load(report, wishes):
+        for found in _plan(report, wishes) if wishes.plan_only else _load(report, wishes):
             if report.problems_of_fit:
                 see_whether_it_stayed(report)
             if report.gone is not None:
                 return
-            yield lines
+            yield found
     except CorruptError as error:
         report.problems.append(str(error))
-        yield [f"  {console.paint('damaged', 'red')}: {console.plain(error)}"]
+        yield error
     except (CkptmanError, OSError) as error:
         report.not_tried.append(f"that it loads: {error}")
-        yield not_tried_lines(report.not_tried[-1:])
+        yield report.not_tried[-1]
     see_whether_it_stayed(report)
 
 
-def _load(report: VerifyReport, wishes: Wishes) -> Iterator[list[str]]:
-    with progress(f"loading {report.name}", None) as done:
+def _load(report: VerifyReport, wishes: Wishes) -> Iterator[LoadReport | str]:
+    with wishes.progress(f"loading {report.name}", None) as done:
         for found in verify_process.load_on(report.path, wishes.world_sizes, wishes.mesh, done, wishes.allow):
-            on = console.count(found.world_size, "process", "processes")
+            on = f"{found.world_size:,} process{'es' if found.world_size > 1 else ''}"
             report.remarks += [f"on {on} not proved: {note}" for note in found.notes]
             if found.left_out:
                 names = _few(found.left_out)
                 report.remarks.append(f"on {on} not proved: {names} load, as quantized tensors cannot be sharded")
             if found.not_tried:
                 report.not_tried.append(f"that it loads on {on}: {found.not_tried}")
-                yield not_tried_lines(report.not_tried[-1:])
+                yield report.not_tried[-1]
                 continue
             report.loads[found.world_size] = found
-            yield load_lines(report, found)
+            yield found
 
 
-def _plan(report: VerifyReport, wishes: Wishes) -> Iterator[list[str]]:
+def _plan(report: VerifyReport, wishes: Wishes) -> Iterator[PlanReport]:
     wanted = (wishes.world_sizes, wishes.bandwidth, wishes.mesh, wishes.rank_bandwidth)
     for plan in verify_process.plan_on(report.path, *wanted):
         report.plans.append(plan)
-        yield plan_lines(report, plan)
+        yield plan
 
 
 def check_worth(report: VerifyReport, entry: Entry, known: Sequence[Entry]) -> None:
@@ -237,7 +243,7 @@ def _check_files(report: VerifyReport, manifest: Manifest, wishes: Wishes) -> No
     if wishes.plan_only:
         files = check_sizes(report.path, manifest)
     else:
-        with progress(f"step {report.step}", manifest.total_bytes) as done:
+        with wishes.progress(f"step {report.step}", manifest.total_bytes) as done:
             files = verify_folder(report.path, manifest, threads=wishes.threads, done=done, processes=True)
     report.seconds = time.perf_counter() - begun
     report.files, report.bytes = files.files, files.bytes

@@ -10,10 +10,10 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import ckptman
-from ckptman.cli import verify_process
 from ckptman.cli.app import main
-from ckptman.cli.verify_process import load_on
 from ckptman.errors import CkptmanError, ConfigError
+from ckptman.tools.verify import verify_process
+from ckptman.tools.verify.verify_process import load_on
 from tests.helpers.apps import App
 from tests.helpers.ranks import run_ranks
 from tests.loading.test_damage import forge
