@@ -61,6 +61,8 @@ def _restored(fields: Mapping[str, Any]) -> str:
     line = f"restored step {fields['step']} from {fields['path']} in {duration_text(fields['seconds'])}"
     if memory := fields.get("memory"):
         line = f"restored step {fields['step']} from memory in {duration_text(fields['seconds'])} ({memory})"
+    if only := fields.get("only"):
+        line = f"loaded {', '.join(only)} from {fields['path']} in {duration_text(fields['seconds'])}: starts at step 0"
     if missing := fields.get("missing"):
         line += f"; missing in it, and as before: {', '.join(missing)}"
     if unexpected := fields.get("unexpected"):

@@ -37,6 +37,8 @@ _ignored: frozenset[int] = frozenset()
 """In a worker: the signals that it ignores."""
 _parent = _starter = 0
 """In a worker: its parent, and the process that asked for it. They differ with a `forkserver`."""
+_is_of_torch = False
+"""In a worker: whether it is one of a data loader."""
 _once_blocked: set[int] = set()
 """What a new process may find blocked: the server of `forkserver` hands on what was blocked when it was started."""
 _local = threading.local()
@@ -203,10 +205,12 @@ def _is_alive(pid: int) -> bool:
 
 def _end_by_parent(number: int, frame: FrameType | None) -> None:
     signal.signal(RELEASE, signal.SIG_IGN)  # seen by _insist
-    if signal.getsignal(signal.SIGTERM) is _ignore:
-        _die(signal.SIGTERM)
-    else:  # the worker has a handler of its own
+    if signal.getsignal(signal.SIGTERM) is not _ignore:  # the worker has a handler of its own
         signal.raise_signal(signal.SIGTERM)
+    elif _is_of_torch:
+        os._exit(0)  # as torch has its workers do: the parent takes every other code for an accident
+    else:
+        _die(signal.SIGTERM)
 
 
 def _die(number: int) -> None:
@@ -222,7 +226,9 @@ def _outlast_torch() -> None:
         return
 
     def set_handlers_and_ignore() -> None:
+        global _is_of_torch
         set_handlers()
+        _is_of_torch = True
         if signal.SIGTERM in _ignored:
             signal.signal(signal.SIGTERM, _ignore)
 

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,7 @@ class Restorer:
         skipped = self._load(part, folder, others)
         state.update({name: value for name, value in part.items() if value is not before[name]})
         step = entry.require_manifest().step if entry is not None and not others.only else 0
-        self._note_restored(step, folder, time.monotonic() - begun, skipped)
+        self._note_restored(step, folder, time.monotonic() - begun, skipped, only=others.only)
         return step
 
     def _fetch(self, entry: Entry) -> CkptmanError | None:
@@ -296,11 +296,15 @@ class Restorer:
             self.held = held.pop_all()
             return skipped
 
-    def _note_restored(self, step: int, folder: Path, seconds: float, skipped: Skipped, memory: str = "") -> None:
-        """`memory`: why it was loaded from there; "": it was not."""
+    def _note_restored(
+        self, step: int, folder: Path, seconds: float, skipped: Skipped, memory: str = "", only: Sequence[str] = ()
+    ) -> None:
+        """`memory`: why it was loaded from there; "": it was not. `only`: what of it was loaded; (): all."""
         more: dict[str, Any] = {name: told(names) for name, names in skipped._asdict().items() if names}
         if memory:
             more["memory"] = memory
+        if only:
+            more["only"] = list(only)
         self._attempt.note("restored", step=step, path=str(folder), seconds=seconds, **more)
 
     def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:

@@ -160,15 +160,16 @@ def test_a_process_that_decides_what_is_pickled_of_it(kind):
         assert process.exitcode in ENDED
 
 
-def hold_the_interpreter(pipe):
+def run_no_handler(pipe):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [worker_signals.RELEASE])  # as while a library is stuck
     pipe.send("ready")
-    sum(range(10**12))  # runs no handler of Python until it is done
+    time.sleep(WAIT)
 
 
 def test_one_that_is_stuck_outside_of_python_is_killed(monkeypatch):
     monkeypatch.setattr(worker_signals, "RETRY_SECONDS", 0.1)
     with SignalHandler():
-        process, pipe = worker("fork", hold_the_interpreter)
+        process, pipe = worker("fork", run_no_handler)
         assert pipe.recv() == "ready"
         process.terminate()
         process.join(WAIT / 2)
@@ -274,3 +275,23 @@ def test_the_workers_of_a_loader(method, is_persistent):
             os.kill(pid, number)
         assert len(list(batches)) == 7
     del batches, loader
+
+
+AT_EXIT = """
+import sys
+from torch.utils.data import DataLoader
+from ckptman import SignalHandler
+if __name__ == "__main__":
+    loader = DataLoader(range(8), num_workers=1, multiprocessing_context=sys.argv[1], persistent_workers=True)
+    with SignalHandler():
+        batches = iter(loader)
+        next(batches)
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_that_are_there_at_exit_end_in_silence(method, tmp_path):
+    (tmp_path / "program.py").write_text(AT_EXIT)
+    command = [sys.executable, str(tmp_path / "program.py"), method]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
