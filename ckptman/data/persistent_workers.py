@@ -25,8 +25,8 @@ def warn_of_persistent_workers(values: Iterable[object]) -> None:
     kinds: list[type] = [DataLoader]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    known = {ResumableLoader, *kinds}
-    found = [each for each in gc.get_objects() if type(each) in known]
+    known = {id(kind) for kind in (ResumableLoader, *kinds)}  # a metaclass may have no hash
+    found = [each for each in gc.get_objects() if id(type(each)) in known]
     own = {id(inside) for each in found if isinstance(each, ResumableLoader) for inside in each.dataloaders}
     for each in found:
         if isinstance(each, DataLoader) and id(each) not in own and _draws_once(each):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import random
 import time
 from collections import deque
@@ -47,7 +46,7 @@ class ResumableLoader(Generic[T]):
     were consumed are read again, and thrown away.
 
     A pass that is left early before a `step()` of the Checkpointer, such as a look at one batch (`next(iter(loader))`),
-    is no epoch: the next iteration begins where that one did.
+    is no epoch: the next iteration begins where that one did. A StatefulDataLoader with its own state cannot do that.
 
     The position belongs to one rank, and can be restored in the middle of an epoch on as many ranks only; with an
     `ElasticSampler` it belongs to all of them, and can be restored on any number.
@@ -55,8 +54,8 @@ class ResumableLoader(Generic[T]):
     Args:
         loader: A DataLoader, also one that Accelerate or Fabric has prepared; a StatefulDataLoader of torchdata, whose
             own state is used where its dataset or sampler has one; or another iterable that gives the same batches when
-            it is iterated anew, such as a prefetcher around a DataLoader. Its batches that were consumed are read again
-            and thrown away, and a RuntimeWarning says if the last of them is another one than before.
+            it is iterated anew. Those that were consumed are read again and thrown away, and a RuntimeWarning says if
+            the last of them is another one than before. Wrap the DataLoader inside a prefetcher, not the prefetcher.
 
     Raises:
         ConfigError: It is an iterator, its batches come out of order, or its ElasticSampler is within a batch sampler
@@ -78,12 +77,15 @@ class ResumableLoader(Generic[T]):
         self.wait_seconds = 0.0
         """For how long batches were waited for, in all."""
         self._begun = self._restored = False
+        self._is_without_step = False
+        """Whether a pass was over before a step ended."""
         self._has_stepped: bool | None = None
         """Whether a step has ended in this pass; None: nobody tells."""
         self._resumed: _Resumed | None = None
         """If this pass continues a restored one: what there was when it began."""
         self._looks = self._looks_left = 0
-        """How often a batch was looked at before this pass, and how often that is still to come in a resumed one."""
+        """How often a pass was left before its first step since the last epoch ended, and how often that is still to
+        come when this one is resumed."""
         self._last = ""
         """A digest of the last batch, of a loader whose batches are read again."""
         self._kind: dict[str, Any] | None = None
@@ -91,11 +93,8 @@ class ResumableLoader(Generic[T]):
         self._own_now: tuple[str, ...] = ()
         """Generators of the loader as they were when a position was saved that is to be gone on from."""
         self._prepared = prepared(loader)
-        self._inside = _attribute_inside(loader) if self._prepared is None else None
-        self.dataloader: Any = loader if self._inside is None else getattr(loader, self._inside)
-        """What has samplers and generators: the loader itself, or the DataLoader inside a prefetcher."""
-        self._elastic = _Elastic.of(self.dataloader)
-        self._indices = _Indices.of(self.dataloader if self._prepared is None else self._prepared.inside)
+        self._elastic = _Elastic.of(loader)
+        self._indices = _Indices.of(loader if self._prepared is None else self._prepared.inside)
         if self._indices is None and self._prepared is not None:
             raise ConfigError(
                 "ResumableLoader: Accelerate or Fabric has prepared a loader whose batches are not told by indices (an "
@@ -104,9 +103,6 @@ class ResumableLoader(Generic[T]):
             )
         self._stateful = self._indices is None and self._elastic is None and is_stateful(loader)
         self._source = loader if self._indices is None else self._indices.loader()
-        if self._inside is not None and self._indices is not None:
-            self._source = copy.copy(loader)
-            setattr(self._source, self._inside, self._indices.loader())
         self._start: PassStart | None = None
         self._pass: object = None
         """Tells the iteration that counts from others. It is not the iterator: workers end when nobody holds that."""
@@ -119,7 +115,7 @@ class ResumableLoader(Generic[T]):
     @property
     def dataloaders(self) -> list[object]:
         """What is inside, the loader itself included. None of them is iterated if indices tell the batches."""
-        return [self.loader, self.dataloader, *([] if self._prepared is None else [self._prepared.inside])]
+        return [self.loader, *([] if self._prepared is None else [self._prepared.inside])]
 
     def __len__(self) -> int:
         """Return the number of batches in a whole pass; with an ElasticSampler, in this one."""
@@ -142,9 +138,12 @@ class ResumableLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         if self._begun and not self._restored:
             self._leave()
-        if self._restored and self._looks_left and self.batch == _length(self):
-            self._looks_left -= 1
-            return self._look()
+        if self._is_without_step:
+            self._is_without_step = False
+            warn_only(
+                "a pass over the training data ended without a step() of the Checkpointer, and counts as an epoch. To "
+                "read the data without training, iterate the loader inside: loader.loader"
+            )
         resumes, self._restored = self._begun, False
         self._pass, self._has_stepped = object(), None if self._has_stepped is None else False
         self._resumed = _Resumed(self.batch, self._last, RNGState().state_dict()) if resumes else None
@@ -153,6 +152,9 @@ class ResumableLoader(Generic[T]):
     def note_step(self, *, has_ended: bool = True) -> None:
         """Note that a step has ended, or that steps will be noted from now on. The Checkpointer calls it."""
         self._has_stepped = has_ended or bool(self._has_stepped)
+        self._is_without_step = False
+        if not has_ended:
+            self._looks = 0
 
     def end_epoch(self) -> None:
         """End this pass before its last batch: the next iteration begins a new one, also after a restore."""
@@ -166,7 +168,7 @@ class ResumableLoader(Generic[T]):
         if self._elastic is not None:
             return {**state, **self._elastic.state_dict()}
         start = self._start if self._indices is None else self._indices.start
-        own = self._own_now if self._restored else _states_of(self.dataloader)
+        own = self._own_now if self._restored else _states_of(self.loader)
         state |= {"start": None if start is None else start.as_values(), "own": list(own)}
         if self._kind is None:
             self._kind = self._find_kind()
@@ -199,7 +201,7 @@ class ResumableLoader(Generic[T]):
             if "loader" in state:
                 self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
             if not state["begun"]:
-                _put_back(self.dataloader, self._own_now)
+                _put_back(self.loader, self._own_now)
         self.epoch, self.batch, self._begun = state["epoch"], state["batch"], state["begun"]
         if _is_over(state) and (batches := _length(self.loader)) is not None:
             self.batch = batches  # which is another number with other data, and on other ranks
@@ -230,7 +232,7 @@ class ResumableLoader(Generic[T]):
         )
 
     def _find_kind(self) -> dict[str, Any]:
-        return {**_kind_of(self.dataloader), "batches": _length(self.loader)}
+        return {**_kind_of(self.loader), "batches": _length(self.loader)}
 
     def _begin(self) -> Iterator[T]:
         self._begun, self.batch = True, 0
@@ -241,23 +243,22 @@ class ResumableLoader(Generic[T]):
         if self._indices is not None:
             self._indices.begin()
         else:
-            self._start = PassStart.now(self.dataloader)
+            self._start = PassStart.now(self.loader)
         return self._make(0)
 
     def _resume(self) -> Iterator[T]:
-        # Asked behind its last index, a sampler may draw once more, in a loader that is the same. A prefetcher may fail
-        # if its loader gives nothing.
+        # Asked behind its last index, a sampler may draw once more, in a loader that is the same.
         is_asked_on = self._elastic is not None or self._stateful
         is_asked_on |= self._indices is not None and self._indices.start is not None
-        if (self._inside is not None or not is_asked_on) and self.batch == _length(self):
-            _put_back(self.dataloader, self._own_now)
+        if not is_asked_on and self.batch == _length(self.loader):
+            _put_back(self.loader, self._own_now)
             return iter(())
         now = RNGState().state_dict()
         try:
             return self._make(self.batch)
         finally:
             RNGState().load_state_dict(now)
-            _put_back(self.dataloader, self._own_now)
+            _put_back(self.loader, self._own_now)
 
     def _make(self, consumed: int) -> Iterator[T]:
         """Make the iterator of a pass, behind the batches that were consumed."""
@@ -265,15 +266,15 @@ class ResumableLoader(Generic[T]):
         if self._elastic is not None:
             consumed = 0  # its sampler begins behind them
         else:
-            for sampler in _samplers(self.dataloader):
+            for sampler in _samplers(self.loader):
                 if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(self.epoch)
         if self._prepared is not None:
             self._prepared.set_epoch(self.epoch)
         if self._indices is not None:
-            self._indices.restart(0 if self._is_read_again else consumed, self._elastic)
+            self._indices.restart(consumed, self._elastic)
         elif self._start is not None:
-            self._start.put_back(self.dataloader)
+            self._start.put_back(self.loader)
         iterator = iter(self._source)
         if self._is_read_again:
             self._throw_away(iterator, consumed)
@@ -284,9 +285,7 @@ class ResumableLoader(Generic[T]):
     @property
     def _is_read_again(self) -> bool:
         """Whether the batches that were consumed are read again and thrown away when a pass is resumed."""
-        if self._elastic is not None:
-            return False
-        return self._inside is not None or (self._indices is None and not self._stateful)
+        return self._indices is None and self._elastic is None and not self._stateful
 
     def _throw_away(self, batches: Iterator[T], consumed: int) -> None:
         last = deque(islice(batches, consumed), maxlen=1)
@@ -294,17 +293,18 @@ class ResumableLoader(Generic[T]):
             warn_only(
                 f"{type(self.loader).__name__} does not give the same batches again: batch {consumed} of this epoch is "
                 f"another one than before the restart, and so may be those that follow. Wrap the DataLoader inside it, "
-                f"give it generators that are in the state, or resume at the end of an epoch"
+                f"if there is one (its workers are seeded by batch), or give it generators that are in the state"
             )
 
     def _leave(self) -> None:
         """End a pass that was left early. If no step came of it, as of a look at a batch, it was no epoch."""
-        if self._has_stepped is not False or self._stateful:
+        if self._has_stepped is not False or self._stateful or (self._resumed is not None and not self._looks_left):
             self._end(early=True)
             return
         if self._elastic is not None:
             self._elastic.batches = 0
         if self._resumed is not None:
+            self._looks_left -= 1
             self.batch, self._last, generators = self._resumed
             RNGState().load_state_dict(generators)
             self._restored = True
@@ -314,29 +314,12 @@ class ResumableLoader(Generic[T]):
         if self._indices is not None:
             self._indices.start = None
 
-    def _look(self) -> Iterator[T]:
-        """Give one batch to a loop that looks at one before each pass, if none is left of this pass."""
-        now, own = RNGState().state_dict(), _states_of(self.dataloader)
-        if self._elastic is not None:
-            sampler = self._elastic.sampler
-            position = sampler.position
-            sampler.seek(self.epoch, self.epoch * sampler.size)
-        batches = list(islice(self.loader, 1))
-        if self._elastic is not None:
-            sampler.seek(self.epoch, position)
-        RNGState().load_state_dict(now)
-        _put_back(self.dataloader, own)
-        return iter(batches)
-
-    def _warn_of_no_step(self) -> None:
-        """Warn that a pass is over and trained nothing, if steps are noted."""
-        if self._has_stepped is not False or not self.batch:
+    def _note_pass_without_step(self) -> None:
+        """Note that a pass is over and no step has ended in it; warn if it was empty."""
+        if self._has_stepped is not False:
             return
         if self._resumed is None:
-            warn_only(
-                f"epoch {self.epoch} of the training data ended without a step() of the Checkpointer, and counts as an "
-                f"epoch. To read the data without training, iterate the loader inside: loader.loader"
-            )
+            self._is_without_step = self.batch > 0
         elif self._resumed.batch == self.batch:
             warn_only(
                 f"the checkpoint is from behind the last batch of epoch {self.epoch}, so this pass over the data is "
@@ -382,7 +365,7 @@ class _Pass(Iterator[T]):
             batch = next(self._iterator)
         except StopIteration:
             self._is_over, self._iterator = True, iter(())
-            loader._warn_of_no_step()
+            loader._note_pass_without_step()
             loader._end()
             raise
         except Exception:
@@ -641,14 +624,6 @@ class _WorkerInit:
         object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
         if self._init is not None:
             self._init(worker)
-
-
-def _attribute_inside(loader: object) -> str | None:
-    """Return the attribute of a prefetcher or the like that is the DataLoader whose batches it gives."""
-    if isinstance(loader, DataLoader) or is_stateful(loader):
-        return None
-    found = [name for name, value in getattr(loader, "__dict__", {}).items() if isinstance(value, DataLoader)]
-    return found[0] if len(found) == 1 else None
 
 
 def _is_over(state: Mapping[str, Any]) -> bool:

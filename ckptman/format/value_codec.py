@@ -70,10 +70,19 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, OpaqueValue):
         return plain_value(value.value)
     if isinstance(value, dict):
-        return type(value)({plain_value(key): plain_value(each) for key, each in value.items()})
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value)(map(plain_value, value))
-    return value
+        return type(value)({_plain_key(key): plain_value(each) for key, each in value.items()})
+    if isinstance(value, (set, frozenset)):
+        return type(value)(map(_plain_key, value))
+    return type(value)(map(plain_value, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _plain_key(key: Any) -> Any:
+    plain = plain_value(key)
+    try:
+        hash(plain)
+    except TypeError:
+        return str(key)
+    return plain
 
 
 def opaque_in(value: Any, path: str) -> Iterator[tuple[str, OpaqueValue]]:
@@ -129,6 +138,8 @@ def encode(value: Any, path: str, hook: Hook | None = None, depth: int = 0) -> A
         return _tagged("path", str(value))
     if isinstance(value, Enum):
         return _tagged("enum", [_class_name(kind, path), encode(value.value, path, None, depth + 1), str(value)])
+    if path.endswith(" (key)") and is_dataclass(value):
+        raise ConfigError(f"{path} is a dataclass, which a checkpoint cannot hold as a key: use a tuple of its fields")
     if _is_plain_dataclass(value):
         if unset := [each.name for each in fields(value) if not hasattr(value, each.name)]:
             raise ConfigError(f"{path} is a {kind.__qualname__} whose field {unset[0]} is not set: set it, to None say")
@@ -348,6 +359,8 @@ def _decode_dataclass(parts: Any) -> Any:
     kind, values = _find_class(name), _unpairs(pairs)
     if kind is None or not is_dataclass(kind) or kind.__new__ is not object.__new__:
         return OpaqueValue(name, values, "the program has not imported this dataclass")
+    if inner := [each for _, each in opaque_in(values, "")]:
+        return OpaqueValue(name, values, f"in it {inner[0].why}")
     if differ := sorted(map(str, values.keys() ^ {each.name for each in fields(kind)})):
         return OpaqueValue(name, values, f"the dataclass has other fields than when it was saved: {', '.join(differ)}")
     made: Any = object.__new__(cast(type, kind))

@@ -453,7 +453,7 @@ def resolve(value: Any) -> Any:
     if isinstance(value, Lazy):
         return value.read()
     if type(value) is dict:
-        return {key: resolve(each) for key, each in value.items()}
+        return {plain_value(key): resolve(each) for key, each in value.items()}
     if type(value) is list:
         return [resolve(each) for each in value]
     return plain_value(value)

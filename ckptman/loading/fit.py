@@ -217,8 +217,8 @@ class Fit:
         for name in names:
             value = self.values[name] = replace_refs(self.values[name], lambda ref: self.targets[ref.name])
             try:
-                if name in self.from_other_rank and isinstance(self._state[name], RNGState):
-                    alike = [generator for key, generator in self._alike if key == name]
+                alike = [generator for key, generator in self._alike if key == name]
+                if alike and name in self.from_other_rank and isinstance(self._state[name], RNGState):
                     self._state[name].load_from_other_rank(value, self._rank, alike)
                 else:
                     put_back(self._state, name, value, self._rank, name in self.from_other_rank, filled)

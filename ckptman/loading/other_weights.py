@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -66,6 +67,13 @@ class OtherWeights:
 
     def _renamed(self, values: dict[str, Any]) -> dict[str, Any]:
         new_name, found = renaming(self.pairs, "rename"), dict[str, Any]()
+        names = [f"{key}.{entry}" for key, value in values.items() if isinstance(value, dict) for entry in value]
+        for old, new in self.pairs:
+            if not any(re.search(old, name) for name in [*values, *names]):
+                raise ConfigError(
+                    f"rename: {old!r} to {new!r} changes no name in the checkpoint, such as {', '.join(names[:2])}: "
+                    f"ckptman show lists them. Below the entries of a nested dict, nothing is renamed"
+                )
         for key, value in values.items():
             entries = value if isinstance(value, dict) and value else {None: value}
             for entry, each in entries.items():

@@ -85,8 +85,11 @@ class RNGState:
 
     @staticmethod
     def digests(state: dict[str, Any]) -> dict[str, str]:
-        """Return a digest of each generator in a saved state."""
-        saved = json.loads(state["generators"])
+        """Return a digest of each generator in a saved state; none, if it is that of another object."""
+        try:
+            saved = json.loads(state["generators"])
+        except (KeyError, TypeError, ValueError):
+            return {}
         return {name: xxh3_64_hexdigest(json.dumps(each).encode()) for name, each in saved.items()}
 
 

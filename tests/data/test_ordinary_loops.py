@@ -5,12 +5,14 @@ import contextlib
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 import ckptman
 from ckptman import ElasticSampler, ResumableLoader, RNGState
+from ckptman.data.batch_digest import digest_of
 from tests.helpers.ranks import run_ranks
 
 EPOCHS = 3
@@ -61,8 +63,6 @@ def elastic(**more):
 LOADERS = {
     "plain": plain,
     "elastic": elastic,
-    "prefetcher with workers": lambda: Prefetcher(plain(num_workers=1)),
-    "prefetcher over an elastic one": lambda: Prefetcher(elastic(num_workers=1)),
 }
 
 
@@ -123,14 +123,67 @@ def check_cuts(tmp_path):
 
 
 @pytest.mark.parametrize("head", [nothing, look, look_twice])
-@pytest.mark.parametrize("kind", ["plain", "elastic"])
+@pytest.mark.parametrize("kind", LOADERS)
 def test_a_look_at_a_batch_is_no_epoch(check_cuts, kind, head):
-    check_cuts(LOADERS[kind], head)
+    check_cuts(LOADERS[kind], head, cuts=[cut for cut in range(1, 12) if cut % 4 or head is nothing])
 
 
-@pytest.mark.parametrize("kind", ["prefetcher with workers", "prefetcher over an elastic one"])
-def test_a_prefetcher_around_a_loader(check_cuts, kind):
-    check_cuts(LOADERS[kind], cuts=(1, 6, 8, 11))
+def test_behind_the_last_batch_there_is_nothing_to_look_at(tmp_path):
+    train(tmp_path, plain, look, cut=4)
+    with pytest.raises(StopIteration):
+        train(tmp_path, plain, look)
+
+
+def limited(root, cut=None):
+    """Each pass ends by a `break` before its fourth batch is trained."""
+    loader, seen = ResumableLoader(DataLoader(torch.arange(8))), []
+    state = {"data": loader, "rng": RNGState()}
+    with (
+        contextlib.suppress(SystemExit),
+        ckptman.Checkpointer(root, state, save_policy=1, async_save=False, deadline=None, watchdog=None) as run,
+    ):
+        step = run.restore()
+        for _ in range(loader.epoch, 4):
+            for batch in loader:
+                if loader.batch > 3:
+                    break
+                step += 1
+                seen.append((step, loader.epoch, batch.item()))
+                run.step(step)
+                if step == cut:
+                    sys.exit("killed")
+    return seen
+
+
+def test_a_pass_that_is_resumed_and_left_at_once_is_an_epoch(tmp_path):
+    whole = limited(tmp_path / "whole")
+    assert [(epoch, sample) for _, epoch, sample in whole] == [(epoch, n) for epoch in range(4) for n in range(3)]
+    for cut in range(1, 12):
+        assert limited(tmp_path / str(cut), cut) + limited(tmp_path / str(cut)) == whole
+
+
+def test_a_prefetcher_around_a_loader(check_cuts):
+    check_cuts(lambda: Prefetcher(plain(num_workers=1)), cuts=(1, 6, 8, 11))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.fft.fft(torch.ones(4)).conj(),
+        lambda: torch.ones(4, dtype=torch.bfloat16),
+        lambda: torch.ones(4).to_sparse(),
+        lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+        lambda: {"a": [1, "x", None, object()], "b": np.array(["x"], object)},
+        lambda: torch.ones(0),
+        lambda: torch.ones(3, 4).T,
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_whatever_a_batch_is_its_digest_is_a_text(batch):
+    made = batch()
+    assert digest_of([made]) == digest_of([made])
+    assert digest_of([torch.arange(100_000)]) != digest_of([torch.arange(100_000) + 1])
 
 
 def test_a_loader_that_does_not_give_the_same_batches_again_is_named(check_cuts):
@@ -144,8 +197,9 @@ def test_a_pass_that_trains_nothing_is_named(tmp_path):
     with ckptman.Checkpointer(tmp_path, {"data": loader, "rng": RNGState()}, deadline=None, watchdog=None) as run:
         for step, _ in enumerate(loader, 1):
             run.step(step)
-        with pytest.warns(RuntimeWarning, match=r"epoch 1 .* without a step\(\).*loader\.loader"):
-            assert len(list(loader)) == 4
+        assert len(list(loader)) == 4
+        with pytest.warns(RuntimeWarning, match=r"a pass .* without a step\(\).*loader\.loader"):
+            next(iter(loader))
         assert loader.epoch == 2
         assert len(list(loader.loader)) == 4
         assert loader.epoch == 2

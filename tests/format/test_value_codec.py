@@ -97,6 +97,11 @@ class Config:
     more: object = None
 
 
+@dataclass(frozen=True)
+class Key:
+    number: int
+
+
 @dataclass
 class Failure(Exception):
     text: str
@@ -166,6 +171,28 @@ def test_a_class_that_has_changed_spoils_its_own_value_alone(value, old, new, wh
     assert found["b"] == 1
     assert isinstance(found["a"], OpaqueValue)
     assert found["a"].why.endswith(why)
+
+
+@dataclass
+class Outer:
+    inner: Config
+    colour: Colour = Colour.RED
+
+
+def test_what_holds_an_opaque_value_is_one(monkeypatch):
+    text = json.dumps(encode([Outer(Config("x"))], "app"))
+    (found,) = decode(json.loads(text.replace('"name"', '"title"')))
+    assert isinstance(found, OpaqueValue)
+    assert found.why == "in it the dataclass has other fields than when it was saved: name, title"
+    assert plain_value(found) == {"inner": {"title": "x", "options": {}, "more": None}, "colour": 1}
+
+
+def test_a_dataclass_as_a_key_is_refused():
+    with pytest.raises(ConfigError, match=r"is a dataclass, .* as a key"):
+        encode({Key(1): 1}, "app")
+    data = encode({Key(1)}, "app")
+    data["v"][0]["v"][0] = "gone:Key"
+    assert plain_value(decode(data)) == {"Key({'number': 1})"}
 
 
 def test_a_class_that_no_restore_finds_is_refused():
@@ -336,7 +363,7 @@ def test_any_json_is_a_value_or_corrupt(data):
         value = decode(data)
     except CorruptError:
         return
-    assert type(value).__module__ in ("builtins", "collections", "numpy", "ckptman.format.value_codec")
+    assert type(value).__module__ in ("builtins", "collections", "numpy", "pathlib", "ckptman.format.value_codec")
 
 
 @pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: {"a": v}, lambda v: kind("tuple", [v])])

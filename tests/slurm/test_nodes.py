@@ -64,7 +64,7 @@ def test_a_node_that_died_is_left_out(lab, tmp_path):
     lab.wait(lambda: len(chain.attempts()) == 2, 60, "no second attempt")
     lab.start_node(second)
     ended(lab)
-    lab.wait(lambda: len(lab.idle()) == len(lab.nodes), 30, "not all nodes are idle")
+    lab.wait(lambda: len(lab.idle()) == len(lab.nodes), 240, "not all nodes are idle")
     assert second in chain.ends()[1].bad_nodes
     assert second not in lab.ask("scontrol", "show", "hostnames", chain.attempts()[1].nodes).split()
 

@@ -139,7 +139,7 @@ def test_another_seed_is_refused_in_one_line(tokens, tmp_path, capsys):
     capsys.readouterr()
     assert run(tokens, tmp_path / "run", run__steps=3, run__seed=2) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: the checkpoint was made with another run.seed: 1, and this run has 2")
+    assert line.startswith("error: 'data': the checkpoint was made with another run.seed: 1, and this run has 2")
 
 
 @pytest.mark.slow
