@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import ParamSpec, TypeVar
@@ -21,10 +22,12 @@ def short_traceback(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        handled = sys.exc_info()[1]
         try:
             return function(*args, **kwargs)
         except CkptmanError as error:
-            if os.environ.get(TRACEBACK_ENV):
+            # What the caller was handling, such as an error in whose `finally` it calls this, is to be seen.
+            if os.environ.get(TRACEBACK_ENV) or (handled is not None and handled is not error):
                 raise
             raise error.with_traceback(None) from _shown_reason(error)  # CKPTMAN_TRACEBACK=1 shows where in ckptman
 

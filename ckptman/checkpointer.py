@@ -435,8 +435,8 @@ class Checkpointer:
 
         Args:
             step: number of the step that has ended, counted from 1; a loop that counts from 0 calls `step(i + 1)`.
-            metrics: numbers by name for the manifest and `KeepBest`; the leader's count. They are read only in a save,
-                so a loss may stay on its device.
+            metrics: numbers by name for the manifest and `KeepBest`; the leader's count. A loss may stay on its device:
+                it is read in a save, and in the background, without waiting for the device.
 
         Returns:
             Why it saved, or None.

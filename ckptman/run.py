@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ckptman.catalog.catalog import Catalog, Entry
+from ckptman.catalog.root_checks import check_is_folder
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, plain
 from ckptman.format.foreign import recognize
 from ckptman.format.paths import (
@@ -82,6 +83,7 @@ def checkpoint_at(path: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"path is a checkpoint, the path of one, or a root, not {path!r}")
+    check_is_folder(os.fspath(path))
     folder = Path(path)
     if is_checkpoint(folder) or os.path.lexists(folder / METADATA):
         return folder

@@ -462,6 +462,15 @@ def _stamp_of(found: os.stat_result) -> _Stamp:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
+def look_at_folder(path: Path) -> Entry:
+    """Judge one folder as the catalog of its root does."""
+    named = parse_step(path.resolve().name)
+    entry = look_at(path, named.step if named else None)
+    if entry.manifest is not None and named is not None and named.kind in ("tmp", "trash"):
+        entry = replace(entry, problem="it was never committed" if named.kind == "tmp" else "it was deleted")
+    return mark(entry, read_abandoned(path.resolve().parent))
+
+
 def look_at(path: Path, step: int | None, before: os.stat_result | None = None) -> Entry:
     """Judge one folder by itself. `step`: that of its name; None where its name tells none.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptman.catalog.root_checks import check_is_root
 from ckptman.cli import console
 from ckptman.cli.memory import clear, superseded
 from ckptman.cli.options import (
@@ -34,7 +35,7 @@ from ckptman.cli.options import (
 )
 from ckptman.cli.progress import progress
 from ckptman.cli.prune_report import as_dict, lines, summary
-from ckptman.cli.select import check_is_root, roots_of
+from ckptman.cli.select import roots_of
 from ckptman.errors import CkptmanError, ConfigError, RootError
 from ckptman.format.foreign import foreign_in
 

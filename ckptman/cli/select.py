@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import glob
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptman.catalog.root_checks import check_is_folder
 from ckptman.cli.options import option, path_argument
 from ckptman.errors import ConfigError, NotFoundError, plain
 from ckptman.format.foreign import foreign_in, recognize
-from ckptman.format.paths import MANIFEST, check_is_no_checkpoint, is_checkpoint, parse_step, run_folder
+from ckptman.format.paths import check_is_no_checkpoint, is_checkpoint, parse_step
 
 if TYPE_CHECKING:
     from ckptman.catalog.backends.backend import Backend
@@ -37,42 +37,10 @@ Root = Annotated[
 ]
 
 
-def check_is_folder(path: Path | str) -> None:
-    """Refuse the address of an object store. Raises: ConfigError."""
-    from ckptman.catalog.backends.backend import find_url
-
-    if os.path.lexists(path):  # whatever its name is
-        return
-    if (url := find_url(str(path))) is not None:
-        raise ConfigError(
-            f"{url} is in an object store, and this command is not for those: copy it to a folder first, with "
-            f"ckptman copy {url} FOLDER"
-        )
-
-
 def is_foreign(path: Path) -> bool:
     """Whether plain DCP, or what builds on it, wrote this folder: torch's metadata, no manifest, no name of ours."""
     found = recognize(path)
     return found is not None and found.is_dcp
-
-
-def check_is_root(root: Path) -> None:
-    """Check that a folder is a root, with a checkpoint or files of a run: nothing is deleted below a mistyped path.
-
-    Raises: NotFoundError, RootError (it cannot be read, or is not a folder), ConfigError.
-    """
-    from ckptman.catalog.catalog import Catalog
-
-    check_is_no_checkpoint(root)
-    catalogue = Catalog(root)
-    names = catalogue.names()
-    if any(parse_step(name) is not None for name in names) or run_folder(root).is_dir():
-        return
-    if not foreign_in(root, names) and not any((root / name / MANIFEST).exists() for name in names):
-        raise ConfigError(
-            f"{root} is not a root of checkpoints: it contains none, neither of ckptman nor of plain DCP. Nothing is "
-            f"deleted there: check the path"
-        )
 
 
 def roots_of(written: list[str]) -> tuple[list[Path], bool]:
@@ -118,7 +86,9 @@ def choose(
         if step is not None or every:
             option = "--all" if every else "--step"
             raise ConfigError(f"{option} chooses among the checkpoints of a root, and {path} is one checkpoint")
-        return [_look(path)]
+        from ckptman.catalog.catalog import look_at_folder
+
+        return [look_at_folder(path)]
     if (other := recognize(path)) is not None:
         other.refuse()
     catalogue = Catalog(path)
@@ -162,18 +132,6 @@ def _may_be_newer(entry: Entry, newest: Entry) -> bool:
     if entry.complete or entry.newer_format is not None:
         return False
     return entry.unreadable is not None or entry.step > newest.step or entry.sequence > newest.sequence
-
-
-def _look(path: Path) -> Entry:
-    """One folder, judged as the catalog judges those of a root."""
-    from ckptman.catalog.catalog import look_at, mark
-    from ckptman.catalog.rollback_records import read_abandoned
-
-    named = parse_step(path.resolve().name)
-    entry = look_at(path, named.step if named else None)
-    if entry.manifest is not None and named is not None and named.kind in ("tmp", "trash"):
-        entry = replace(entry, problem="it was never committed" if named.kind == "tmp" else "it was deleted")
-    return mark(entry, read_abandoned(path.resolve().parent))
 
 
 def choose_objects(url: str, step: int | None, every: bool) -> tuple[Backend, list[Entry]]:

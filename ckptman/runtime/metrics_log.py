@@ -1,7 +1,7 @@
 """The metrics of a run by step: columns of numbers, appended every few seconds, for `Run.metrics`.
 
 Each line of `.ckptman/metrics.jsonl` is one JSON object: `attempt`, `steps`, and `metrics`, a list of numbers by name,
-with null if a step has none. An attempt that finds the file too large leaves out every second step of what is there.
+with null if a step has none. If the file gets too large, steps that are close to others are left out, about a half.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from ckptman.format.paths import metrics_path
 from ckptman.io.durable_files import DISK
 from ckptman.io.safe_open import read_end
 
-MAX_BYTES = 32 * 1024 * 1024
+MAX_BYTES = 16 * 1024 * 1024
 MOST_STEPS = 200
 """Steps of one line. Of more, those in between are left out."""
-MOST_METRICS = 16
+MOST_METRICS = 64
+"""Of an attempt, those that were given first."""
 _OPEN = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -36,7 +37,9 @@ class MetricsLog:
     def __init__(self, root: Path, attempt: int) -> None:
         self._path, self._attempt = metrics_path(root), attempt
         self._steps: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=100 * MOST_STEPS)
-        self._is_shortened = False
+        self._names: dict[str, None] = {}
+        self._written: int | None = None
+        """Bytes in the file; None: not known yet."""
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a step that has ended."""
@@ -51,18 +54,24 @@ class MetricsLog:
         self._steps.clear()
         if count > MOST_STEPS:
             taken = [taken[round(number * (count - 1) / (MOST_STEPS - 1))] for number in range(MOST_STEPS)]
-        names = list(dict.fromkeys(name for _, metrics in taken for name in metrics))[:MOST_METRICS]
-        columns = {name: [metrics.get(name) for _, metrics in taken] for name in names}
+        for name in (name for _, metrics in taken for name in metrics):
+            if len(self._names) < MOST_METRICS:
+                self._names[name] = None
+        columns = {name: [metrics.get(name) for _, metrics in taken] for name in self._names}
+        columns = {name: column for name, column in columns.items() if column.count(None) < len(column)}
         line = json.dumps({"attempt": self._attempt, "steps": [step for step, _ in taken], "metrics": columns})
         with contextlib.suppress(OSError):
-            if not self._is_shortened:
-                self._is_shortened = True
-                _shorten(self._path)
-            file = os.open(self._path, _OPEN, 0o666)
-            try:
-                os.write(file, f"\n{line}\n".encode())  # a line that a power cut tore ends here
-            finally:
-                os.close(file)
+            self._append(f"\n{line}\n".encode())  # a line that a power cut tore ends here
+
+    def _append(self, data: bytes) -> None:
+        if self._written is None or self._written > MAX_BYTES:
+            self._written = _shorten(self._path)
+        file = os.open(self._path, _OPEN, 0o666)
+        try:
+            os.write(file, data)
+            self._written += len(data)
+        finally:
+            os.close(file)
 
 
 def read_metric(root: Path, name: str) -> tuple[list[int], list[float]] | None:
@@ -113,15 +122,27 @@ def _texts(path: Path) -> list[bytes]:
     return [line for line in data.split(b"\n") if line]
 
 
-def _shorten(path: Path) -> None:
-    """Leave out every second step if the file is too large."""
+def _shorten(path: Path) -> int:
+    """Leave out steps that are close to others, about a half, if the file is too large. Returns its size."""
     try:
-        if path.stat().st_size <= MAX_BYTES:
-            return
+        size = path.stat().st_size
     except FileNotFoundError:
-        return
+        return 0
+    if size <= MAX_BYTES:
+        return size
+    lines = list(_lines(path))
+    steps = [step for line in lines for step in line["steps"]] or [0]
+    least, last = 2 * (max(steps) - min(steps)) / len(steps), None
     kept = []
-    for line in _lines(path):
-        columns = {name: column[1::2] for name, column in line["metrics"].items()}
-        kept.append(json.dumps({**line, "steps": line["steps"][1::2], "metrics": columns}))
-    DISK.replace_file(path, "".join(f"{line}\n" for line in kept).encode())
+    for line in lines:
+        chosen = []
+        for place, step in enumerate(line["steps"]):
+            if last is None or step < last or step >= last + least:  # the steps go back where a run was resumed
+                chosen.append(place)
+                last = step
+        if chosen:
+            columns = {name: [column[each] for each in chosen] for name, column in line["metrics"].items()}
+            kept.append({**line, "steps": [line["steps"][each] for each in chosen], "metrics": columns})
+    data = "".join(f"{json.dumps(line)}\n" for line in kept).encode()
+    DISK.replace_file(path, data)
+    return len(data)

@@ -82,7 +82,7 @@ class SignalHandler:
         self._seen: dict[signal.Signals, float] = {}
         self._previous: dict[signal.Signals, Previous] = {}
         self._notice: tuple[int, str] | None = None
-        self._is_over = False
+        self._is_over = self._is_passing_on = False
 
     @property
     def entered(self) -> bool:
@@ -173,6 +173,15 @@ class SignalHandler:
 
     def _pass_on(self, number: signal.Signals, frame: FrameType | None, previous: Previous) -> None:
         """Do what this signal would have done without this block."""
+        if self._is_passing_on:  # the handler before this one calls it, as one that was set in an earlier block may
+            return
+        self._is_passing_on = True
+        try:
+            self._pass_on_once(number, frame, previous)
+        finally:
+            self._is_passing_on = False
+
+    def _pass_on_once(self, number: signal.Signals, frame: FrameType | None, previous: Previous) -> None:
         is_installed = signal.getsignal(number) == self._on_signal
         if is_installed:
             signal.signal(number, previous)

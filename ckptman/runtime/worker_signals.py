@@ -14,11 +14,13 @@ Processes that were started before, plain forks, and programs (`subprocess`) are
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from multiprocessing import popen_fork, process, util
 from pathlib import Path
@@ -101,7 +103,13 @@ class _OfItsClass:
         self._process = process
 
     def __reduce__(self) -> Any:
-        return self._process.__reduce_ex__(1)  # from 2 on, pickle refuses an object of another class
+        make, *rest = self._process.__reduce_ex__(2)
+        # What pickle knows by its name, it would refuse for an object of another class.
+        return _new if make is copyreg.__dict__["__newobj__"] else make, *rest
+
+
+def _new(kind: type, *arguments: Any) -> Any:
+    return kind.__new__(kind, *arguments)
 
 
 def _reduce(process: Any, signals: _Signals, protocol: int) -> tuple[Any, ...]:
@@ -119,7 +127,7 @@ def _start(start: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(start)
     def start_worker(self: Any) -> None:
         _local.ignored = _to_ignore()
-        _once_blocked.update(_local.ignored)
+        _once_blocked.update(_local.ignored | {RELEASE} if _local.ignored else ())
         # An attribute of the object: pickle asks it before its class.
         self.__reduce_ex__ = functools.partial(_reduce, self, (os.getpid(), _local.ignored, frozenset(_once_blocked)))
         try:
@@ -160,19 +168,26 @@ def _terminate(terminate: Callable[[Any], None]) -> Callable[[Any], None]:
 def _start_timer(function: Callable[..., None], *arguments: Any) -> None:
     timer = threading.Timer(RETRY_SECONDS, function, arguments)
     timer.daemon = True
-    with contextlib.suppress(RuntimeError):  # the interpreter ends
+    try:
         timer.start()
+    except RuntimeError:  # the interpreter ends, and will wait for the worker
+        time.sleep(RETRY_SECONDS)
+        function(*arguments)
 
 
 def _insist(worker: Any, retries: int) -> None:
     """End a worker that was told to end and has not reacted, as one that is stuck outside of Python."""
     with contextlib.suppress(OSError):
-        if RELEASE in signals_in("SigIgn", worker.pid):
+        if RELEASE in signals_in("SigIgn", worker.pid) or _is_zombie(worker.pid):
             return  # it has run its handler, and may need its time
     if worker.returncode is None:
         worker._send_signal(RELEASE if retries else signal.SIGKILL)
         if retries:
             _start_timer(_insist, worker, retries - 1)
+
+
+def _is_zombie(pid: int) -> bool:
+    return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
 
 
 def signals_in(mask: str, pid: int | str = "self") -> set[int]:

@@ -133,8 +133,8 @@ class StepReporter:
             self._due_seconds = now + min(LOOK_SECONDS, PROGRESS_SECONDS)
         is_there = _is_there(self._arriving.events, wait=wait)
         if is_there or last:
-            steps = self._arriving.steps
-            self._thread.put(self._tell, steps if is_there else [each._replace(metrics={}) for each in steps])
+            steps = self._arriving.steps if is_there else [each._replace(metrics={}) for each in self._arriving.steps]
+            self._thread.put(self._tell, steps, numbers=sum(1 + len(each.metrics) for each in steps))
             self._arriving = None
 
     # ---- in the thread -----------------------------------------------------------------------------------------

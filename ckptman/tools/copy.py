@@ -10,6 +10,7 @@ from ckptman.catalog.backends.backend import open_backend
 from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.errors import NotFoundError
 from ckptman.format.paths import check_is_no_checkpoint
+from ckptman.policies.parameters import check_count
 from ckptman.tools.manage import entry_at
 from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint
 from ckptman.transfer.progress import Limit
@@ -49,6 +50,8 @@ def copy(
         RootError: The destination cannot be written.
         ConfigError: One is inside the other.
     """
+    if threads is not None:
+        check_count("copy", "threads", threads)
     limit = None if bytes_per_second is None else Limit(bytes_per_second)
     options = CopyOptions(threads=threads, limit=limit, overwrite=overwrite)
     entries = _complete(Path(source)) if every else [entry_at(source)]

@@ -12,15 +12,16 @@ from pathlib import Path
 
 from ckptman._tracebacks import short_traceback
 from ckptman.catalog import pins
-from ckptman.catalog.catalog import Entry, look_at
+from ckptman.catalog.catalog import Entry, look_at_folder
 from ckptman.catalog.prune import Pruned, PrunePlan, execute, one_at_a_time, plan_prune
 from ckptman.catalog.reader_lease import lease
+from ckptman.catalog.root_checks import check_is_folder, check_is_root
 from ckptman.catalog.stored_policy import read_policy
 from ckptman.catalog.verified import read_verified
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError
-from ckptman.format.paths import check_is_no_checkpoint, parse_step
 from ckptman.io.durable_files import DISK
 from ckptman.io.throttled_delete import ThrottledDelete
+from ckptman.policies.parameters import check_positive
 from ckptman.policies.retention import KeepLast, RetentionPolicy, Verdict, slip
 from ckptman.policies.retention_rules import in_bytes, needs_capacity
 from ckptman.run import checkpoint_at
@@ -82,12 +83,13 @@ def prune(
 
     Raises:
         NotFoundError: There is no such root.
-        ConfigError: It is a checkpoint, or the rules make no sense.
+        ConfigError: It is no root of checkpoints, or the rules make no sense.
         RootError: Something cannot be read or removed.
-        BusyError: Another prune is running.
+        CkptmanError: Another prune is running.
     """
-    folder = Path(root)
-    check_is_no_checkpoint(folder)
+    folder = _root(root)
+    if files_per_second is not None:
+        check_positive("prune", "files_per_second", files_per_second)
     rules = KeepLast(keep) if type(keep) is int else keep
     if rules is not None and not isinstance(rules, RetentionPolicy):
         raise ConfigError(f"keep is a policy such as KeepLast(3), a number of checkpoints, or None, not {keep!r}")
@@ -114,6 +116,14 @@ def prune(
         freed_bytes=plan.freed_bytes if dry_run else pruned.freed_bytes,
         dry_run=dry_run,
     )
+
+
+def _root(root: str | os.PathLike[str]) -> Path:
+    if not isinstance(root, str | os.PathLike) or not os.fspath(root):
+        raise ConfigError(f"root is the path of a directory of checkpoints, not {root!r}")
+    check_is_folder(os.fspath(root))
+    check_is_root(Path(root))
+    return Path(root)
 
 
 def _deletion(plan: PrunePlan, verdict: Verdict) -> Deletion:
@@ -197,11 +207,11 @@ def unpin(path: str | os.PathLike[str]) -> bool:
 
 
 def entry_at(path: str | os.PathLike[str]) -> Entry:
-    """Return the checkpoint that is meant. Raises: NotFoundError, RootError, CorruptError (it has no manifest)."""
-    folder = checkpoint_at(path)
-    named = parse_step(folder.resolve().name)
-    entry = look_at(folder, named.step if named else None)
+    """Return the checkpoint that is meant. Raises: NotFoundError, RootError, CorruptError (it does not count)."""
+    entry = look_at_folder(checkpoint_at(path))
     entry.require_manifest()
+    if not entry.complete:
+        raise CorruptError(f"{entry.path} does not count: {entry.problem}. Name another checkpoint")
     return entry
 
 

@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import torch
 
 import ckptman
 from ckptman.catalog.rollback import execute, plan_rollback
+from ckptman.integrations import append_only
 from ckptman.integrations.append_only import AppendOnlyTracker
+from ckptman.session import tracker_threads
 from tests.helpers.ranks import say, start_ranks
 
 SAVED_EVERY = 4
@@ -29,6 +32,8 @@ def loss(step, attempt):
     return step + attempt / 128
 
 
+@mock.patch.object(append_only, "CLOSE_SECONDS", 240.0)
+@mock.patch.object(tracker_threads, "CLOSE_SECONDS", 240.0)
 def six_attempts(root, make):
     """Run them, each with the trackers that `make(root)` returns, and return the loss of each step as it counts."""
     counts = {}
@@ -39,13 +44,13 @@ def six_attempts(root, make):
         if how == "kill":
             with start_ranks(1, _killed, root, make, number, until, alone=True) as world:
                 steps += map(int, world.said(0))
-                assert world.wait(0, 10) == -signal.SIGKILL
+                assert world.wait(0, 240) == -signal.SIGKILL
         else:
             with contextlib.suppress(ZeroDivisionError):
                 attempt(root, make(root), number, until, how, steps.append)
             for each in threading.enumerate():  # one that failed does not wait, and W&B has a run once in a process
                 if each.name.endswith(("Tracker", "-library")):
-                    each.join(60)
+                    each.join(240)
         counts = {step: value for step, value in counts.items() if step < steps[0]}
         counts |= {step: loss(step, number) for step in steps}
     assert [*counts] == [*range(1, ATTEMPTS[-1][0] + 1)]

@@ -29,7 +29,7 @@ def test_columns_with_gaps_come_back(tmp_path):
 def test_of_very_many_steps_some_are_left_out_and_never_the_last(tmp_path):
     log = log_of(tmp_path)
     for step in range(1, 5001):
-        log.add(step, {f"m{number}": float(step) for number in range(20)})
+        log.add(step, {f"m{number}": float(step) for number in range(80)})
     log.flush()
     steps, values = read_metric(tmp_path, "m0")
     assert (steps[0], steps[-1], len(steps)) == (1, 5000, metrics_log.MOST_STEPS)
@@ -49,8 +49,24 @@ def test_a_file_that_is_too_large_is_halved_by_the_next_attempt(tmp_path, monkey
     second.add(201, {"loss": 2.0})
     second.flush()
     steps, _ = read_metric(tmp_path, "loss")
-    assert steps[-3:] == [198, 200, 201]
+    assert (steps[0], steps[-1]) == (1, 201)
+    assert 20 < len(steps) < 110
     assert metrics_path(tmp_path).stat().st_size < 2000
+
+
+def test_a_file_of_single_steps_is_halved_too_and_within_an_attempt(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_log, "MAX_BYTES", 5000)
+    log = log_of(tmp_path)
+    for step in range(1, 1001):
+        log.add(step, {"loss": float(step)})
+        log.flush()
+    steps, values = read_metric(tmp_path, "loss")
+    assert metrics_path(tmp_path).stat().st_size < 6000
+    assert len(steps) > 20
+    assert (steps[0], steps[-1]) == (1, 1000)
+    gaps = [later - step for step, later in zip(steps, steps[1:])]
+    assert max(gaps) < 150
+    assert values == [float(step) for step in steps]
 
 
 def test_lines_that_are_no_metrics_are_left_out(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ckptman
-from ckptman import ConfigError, KeepBest, KeepLast, NotFoundError, Run
+from ckptman import ConfigError, CorruptError, KeepBest, KeepLast, NotFoundError, Run
 from tests.helpers.checkpoints import flip_byte
 
 
@@ -44,8 +44,34 @@ def test_verify(root):
     report = ckptman.verify(latest)
     assert not report.good
     assert report.is_damaged
+    assert (ckptman.verify(root).step, ckptman.verify(root).good) == (4, False)  # not an older one
     with pytest.raises(NotFoundError):
         ckptman.verify(root / "missing")
+    for wrong in ({"world_sizes": [0]}, {"world_sizes": [2**22]}, {"threads": 0}):
+        with pytest.raises(ConfigError):
+            ckptman.verify(root, **wrong)
+
+
+@pytest.mark.parametrize(("name", "told"), [("tmp", "never committed"), ("trash", "was deleted")])
+def test_what_was_never_committed_or_was_deleted_does_not_count(root, tmp_path, name, told):
+    path = root / "step-0000000004"
+    path = path.rename(f"{path}.{name}-0a1b2c3d")
+    assert not ckptman.verify(path).good
+    for act in (lambda: ckptman.pin(path, "x"), lambda: ckptman.copy(path, tmp_path / "there")):
+        with pytest.raises(CorruptError, match=told):
+            act()
+    assert not (tmp_path / "there").exists()
+
+
+def test_an_object_store_and_other_folders_are_refused(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for act in (ckptman.verify, lambda path: ckptman.prune(path, 1), lambda path: ckptman.pin(path, "x"), ckptman.read):
+        with pytest.raises(ConfigError, match="is in an object store"):
+            act("s3://bucket/run")
+    with pytest.raises(ConfigError, match="is not a root of checkpoints"):
+        ckptman.prune(tmp_path / "folder", 1)
+    with pytest.raises(ConfigError):
+        ckptman.prune("", 1)
 
 
 def test_prune(root):
@@ -60,6 +86,8 @@ def test_prune(root):
         with pytest.raises(ConfigError, match="keep is a policy"):
             ckptman.prune(root, keep)
     assert ckptman.prune(root).deleted == ()  # the run keeps all
+    with pytest.raises(ConfigError, match="files_per_second"):
+        ckptman.prune(root, 1, files_per_second=0)
     with pytest.raises(ConfigError, match=r"is (one|a) checkpoint"):
         ckptman.prune(Run(root).latest, 1)
 
@@ -80,6 +108,8 @@ def test_copy(root, tmp_path):
     (copied,) = ckptman.copy(best, tmp_path / "there")
     assert (copied.step, copied.already, steps(tmp_path / "there")) == (2, False, [2])
     assert [each.already for each in ckptman.copy(root, tmp_path / "there", every=True)] == [False, True, False, False]
+    with pytest.raises(ConfigError, match="threads"):
+        ckptman.copy(root, tmp_path / "there", threads=-1)
     with pytest.raises(ConfigError, match="inside of"):
         ckptman.copy(root, root / "inner")
     with pytest.raises(NotFoundError):
