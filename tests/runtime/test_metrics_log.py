@@ -1,5 +1,6 @@
 """Metrics by step: what comes back, however large, torn or wrong the file is."""
 
+import itertools
 import json
 
 from ckptman.format.paths import metrics_path
@@ -64,7 +65,7 @@ def test_a_file_of_single_steps_is_halved_too_and_within_an_attempt(tmp_path, mo
     assert metrics_path(tmp_path).stat().st_size < 6000
     assert len(steps) > 20
     assert (steps[0], steps[-1]) == (1, 1000)
-    gaps = [later - step for step, later in zip(steps, steps[1:])]
+    gaps = [later - step for step, later in itertools.pairwise(steps)]
     assert max(gaps) < 150
     assert values == [float(step) for step in steps]
 
