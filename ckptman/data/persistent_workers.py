@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -12,24 +13,25 @@ from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.errors import warn_only
 from ckptman.state.generators import RNGState
 
+_MOST_FRAMES = 20
+
 
 def warn_of_persistent_workers(values: Iterable[object]) -> None:
     """Warn of a DataLoader that draws from torch's generator once an attempt, when its persistent workers start.
+
+    Those that the loop has in sight are looked at: variables of the functions that led here and of their modules, and
+    attributes of objects in them.
 
     Args:
         values: The objects of a state. Loaders inside a ResumableLoader do not draw, and without an RNGState there is
             nothing to compare.
     """
+    values = list(values)
     if not any(isinstance(each, RNGState) for each in values):
         return
-    kinds: list[type] = [DataLoader]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    known = {id(kind) for kind in (ResumableLoader, *kinds)}  # a metaclass may have no hash
-    found = [each for each in gc.get_objects() if id(type(each)) in known]
-    own = {id(inside) for each in found if isinstance(each, ResumableLoader) for inside in each.dataloaders}
-    for each in found:
-        if isinstance(each, DataLoader) and id(each) not in own and _draws_once(each):
+    own = {id(inside) for each in values if isinstance(each, ResumableLoader) for inside in each.dataloaders}
+    for each in _in_sight(sys._getframe(1)):
+        if id(each) not in own and each.num_workers and each.persistent_workers and each.generator is None:
             warn_only(
                 f"a DataLoader of {type(each.dataset).__name__} with persistent_workers=True, which is not in the "
                 f"state, draws from torch's generator when its workers start. An attempt that resumes draws once more "
@@ -39,5 +41,18 @@ def warn_of_persistent_workers(values: Iterable[object]) -> None:
             return
 
 
-def _draws_once(loader: DataLoader[Any]) -> bool:
-    return bool(loader.num_workers and loader.persistent_workers and loader.generator is None)
+def _in_sight(frame: FrameType | None) -> Iterator[DataLoader[Any]]:
+    seen = set[int]()
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        for variables in (frame.f_locals, frame.f_globals):
+            if id(variables) in seen or frame.f_globals.get("__name__", "").partition(".")[0] in ("ckptman", "torch"):
+                continue
+            seen.add(id(variables))
+            for value in list(variables.values()):
+                inside = getattr(value, "__dict__", {}) if not isinstance(value, type) else {}
+                for each in (value, *(inside.values() if type(inside) is dict and len(inside) < 1000 else ())):
+                    if isinstance(each, DataLoader):
+                        yield each
+        frame = frame.f_back
