@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -13,7 +13,7 @@ from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.errors import warn_only
 from ckptman.state.generators import RNGState
 
-_MOST_FRAMES = 20
+_MOST_FRAMES, _MOST_ATTRIBUTES = 20, 1000
 
 
 def warn_of_persistent_workers(values: Iterable[object]) -> None:
@@ -51,8 +51,17 @@ def _in_sight(frame: FrameType | None) -> Iterator[DataLoader[Any]]:
                 continue
             seen.add(id(variables))
             for value in list(variables.values()):
-                inside = getattr(value, "__dict__", {}) if not isinstance(value, type) else {}
-                for each in (value, *(inside.values() if type(inside) is dict and len(inside) < 1000 else ())):
-                    if isinstance(each, DataLoader):
+                for each in (value, *_attributes(value)):
+                    if issubclass(type(each), DataLoader):  # isinstance() would ask the object, which may be a lazy one
                         yield each
         frame = frame.f_back
+
+
+def _attributes(value: object) -> Iterable[object]:
+    if issubclass(type(value), type | ModuleType):
+        return ()
+    try:
+        inside = object.__getattribute__(value, "__dict__")
+    except Exception:  # noqa: BLE001 whatever class it is of
+        return ()
+    return tuple(inside.values()) if type(inside) is dict and len(inside) < _MOST_ATTRIBUTES else ()
