@@ -185,7 +185,7 @@ def test_the_command_itself_never_looks_at_the_folder(tmp_path, capsys, monkeypa
 def test_a_signal_leaves_nothing_behind(number, code, tmp_path):
     command = ["-m", "ckptman", "doctor", tmp_path, "--size", "64MiB"]
     with Python(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while not any(tmp_path.glob(".ckptman-doctor-*/*")):
             assert time.monotonic() < deadline
             assert process.poll() is None, process.communicate()

@@ -315,7 +315,7 @@ def test_signals_reach_whoever_understands_them(tmp_path, fake, body, sent, seen
     command = [sys.executable, "-m", "ckptman.scheduler.attempt", str(chain.folder), "1", str(tmp_path)]
     running = subprocess.Popen(command, env=environ)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         running.send_signal(sent)

@@ -9,7 +9,7 @@ from ckptman.scheduler.chain_record import find_chains
 from tests.helpers.counting_run import counting, there
 from tests.helpers.scenarios import SCENARIOS, SRUN, Scene, names, play, script, submit
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize("name", names(real=True))

@@ -15,7 +15,7 @@ BOUND = ("usr", "root", "home", "opt", "tmp")
 """Where the programs, this Python and the folder of the test may be."""
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_the_warning_reaches_every_rank_in_its_container(lab, tmp_path, monkeypatch):
     runtime = shutil.which("ch-run")
     if runtime is None:

@@ -7,7 +7,7 @@ from ckptman.scheduler.chain_record import find_chains
 from tests.helpers.scenarios import script, submit
 from tests.slurm.cluster import CRED_SECONDS
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 def ended(lab, timeout_seconds=60):

@@ -13,7 +13,7 @@ import pytest
 from ckptman.cli.app import main
 from ckptman.scheduler.chain_record import find_chains
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 SMALL = {"partition": "main", "mem": "200", "time": "10", "cpus_per_task": "1", "log_folder": "logs"}
 RANKS = {**SMALL, "nodes": "2", "gpus_per_node": "0", "tasks_per_node": "2", "exclusive": "false"}
