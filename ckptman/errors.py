@@ -130,7 +130,6 @@ class CkptmanError(Exception):
     """
 
     exit_code = 1
-    raised_from: tuple[BaseException | None, BaseException | None] | None = None
 
     def __str__(self) -> str:
         return plain_lines(super().__str__())

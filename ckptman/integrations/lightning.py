@@ -143,6 +143,7 @@ class CkptmanCallback(Callback):
             )
         self._trainer = trainer
         self._loaders.make()
+        self._loaders.is_training = True
         self._progress = _TrainerState(trainer)
         state: dict[str, Any] = {
             "model": pl_module,
@@ -169,7 +170,6 @@ class CkptmanCallback(Callback):
         if self._progress.is_restored:
             self._put_back = RNGState().state_dict()
             trainer.num_sanity_val_steps = 0  # as Lightning does: it would change what was restored
-        self._loaders.is_training = True
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the handlers of Lightning off."""
