@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
 
 from ckptman.errors import CkptmanError
 
@@ -16,10 +15,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 TRACEBACK_ENV = "CKPTMAN_TRACEBACK"
 """Set to 1 to see where in ckptman an error was raised, for a bug report."""
-
-
-_noted: WeakKeyDictionary[BaseException, tuple[BaseException | None, BaseException | None]] = WeakKeyDictionary()
-"""Beside the errors: what is an attribute of one would be pickled with it."""
 
 
 def short_traceback(function: Callable[P, R]) -> Callable[P, R]:
@@ -41,8 +36,8 @@ def short_traceback(function: Callable[P, R]) -> Callable[P, R]:
 
 def _shown_reason(error: CkptmanError) -> BaseException | None:
     """Note what an error was raised from, and return it if the error does not say it all."""
-    _noted[error] = raised_from(error)
-    cause = _noted[error][0]
+    error.raised_from = raised_from(error)
+    cause = error.raised_from[0]
     if type(error) is not CkptmanError or cause is None:
         return None
     cause.__traceback__ = _outside(cause.__traceback__)
@@ -51,7 +46,8 @@ def _shown_reason(error: CkptmanError) -> BaseException | None:
 
 def raised_from(error: BaseException) -> tuple[BaseException | None, BaseException | None]:
     """Return the cause of an error, and what it was raised while handling, whether a traceback shows them or not."""
-    return _noted.get(error) or (error.__cause__, None if error.__suppress_context__ else error.__context__)
+    noted = error.raised_from if isinstance(error, CkptmanError) else None
+    return noted or (error.__cause__, None if error.__suppress_context__ else error.__context__)
 
 
 def _outside(trace: TracebackType | None) -> TracebackType | None:

@@ -130,6 +130,12 @@ class CkptmanError(Exception):
     """
 
     exit_code = 1
+    raised_from: tuple[BaseException | None, BaseException | None] | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # What it was raised from may not pickle, and is of this process alone.
+        attributes = {name: value for name, value in vars(self).items() if name != "raised_from"}
+        return *super().__reduce__()[:2], attributes
 
     def __str__(self) -> str:
         return plain_lines(super().__str__())

@@ -244,7 +244,7 @@ def test_nothing_to_load_from(tmp_path):
     with pytest.raises(ckptman.NotFoundError, match="is no checkpoint"):
         ckptman.load(state(), tmp_path / "none")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ckptman.NotFoundError, match="is no checkpoint"):
+    with pytest.raises(ckptman.NotFoundError, match="is not a checkpoint, and holds none that counts"):
         ckptman.load(state(), tmp_path / "empty")
 
 

@@ -78,7 +78,7 @@ def test_rank_0_says_what_happens_and_the_others_nothing(tmp_path):
     first, silent = run_ranks(2, lines_of, str(tmp_path), 9, 3)
     assert silent == []
     stopped = int(re.findall(r"step (\d+)", first[-1])[0])
-    size = r"[\d.]+ KiB in [\d.e-]+ s \(training waited [\d.e-]+ s\)"
+    size = r"[\d.]+ KiB in [\d.]+ m?s \(training waited [\d.]+ m?s\)"
     expected = [
         f"fresh start: {tmp_path} holds no checkpoint yet",
         rf"saved step 2, {size}: every 2 steps",
@@ -89,7 +89,7 @@ def test_rank_0_says_what_happens_and_the_others_nothing(tmp_path):
     assert all(re.fullmatch(pattern, line) for pattern, line in zip(expected, first, strict=True)), first
     second, silent = run_ranks(2, lines_of, str(tmp_path), 6, None)
     assert silent == []
-    assert re.fullmatch(rf"restored step {stopped} from {tmp_path}/step-\d+ in [\d.e-]+ s", second[0])
+    assert re.fullmatch(rf"restored step {stopped} from {tmp_path}/step-\d+ in [\d.]+ m?s", second[0])
     assert second[-1] == "finished after step 6: exit code 0"
 
 
