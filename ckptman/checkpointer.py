@@ -59,6 +59,7 @@ from ckptman.session.arguments import (
     step_number,
     total_step_number,
 )
+from ckptman.session.one_call import RunningCall, one_at_a_time
 from ckptman.session.open_root import OpenRoot, tell_left_open
 from ckptman.session.restorer import Restorer
 from ckptman.session.run_health import RunHealth, thresholds_of
@@ -215,7 +216,7 @@ class Checkpointer:
         self.root, self.state = Path(root), state
         self._state = UnwrappedState(state)
         self._noting = [each for each in self._state.values() if isinstance(each, Trainable | ResumableLoader)]
-        """What is told of each step."""
+        """The entries that note each step."""
         self._control = Channel(timeout_seconds)
         with failing_as_one():
             self._control.run_on_all(partial(check_plain_values, self._state))
@@ -292,6 +293,7 @@ class Checkpointer:
             """Whether the loop has asked since then, and whether it has gone on: to its own end, if it never asked."""
             self._total_steps = total_step_number(total_steps)
             self._closed = False
+            self._running = RunningCall()
             for each in self._noting:
                 if isinstance(each, ResumableLoader):
                     each.note_step(has_ended=False)
@@ -309,8 +311,13 @@ class Checkpointer:
             self._opened.held = undone.pop_all()
 
     def __repr__(self) -> str:
-        step = f"step {self._timings.previous_step}" if self._stepped or self._ready else "not restored"
+        step = f"step {self._last_step}" if self._stepped or self._ready else "not restored"
         return f"Checkpointer({str(self.root)!r}, {step}{', closed' if self._closed else ''}, {self._policy!r})"
+
+    @property
+    def _last_step(self) -> int:
+        """The last step that ended or was saved; before the first, the one training starts from."""
+        return max(self._timings.previous_step, self._last.step if self._last is not None else 0)
 
     def _listen(self, signals: SignalHandler | bool | str | None) -> SignalHandler | None:
         """Return what notes signals from now on."""
@@ -326,6 +333,7 @@ class Checkpointer:
     # ---- what a loop calls -------------------------------------------------------------------------------------
 
     @short_traceback
+    @one_at_a_time
     def restore(
         self,
         step: int | None = None,
@@ -345,10 +353,9 @@ class Checkpointer:
 
         Args:
             step: load the checkpoint of this step; None: the newest good one.
-            path: where a *new* run starts: a checkpoint, also one that plain `dcp.save` wrote, or the root of another
-                run, whose newest checkpoint is taken. The run starts at the step of the checkpoint, or at 0 if it has
-                none. If the root has checkpoints of its own, the run resumes from those: each attempt of a chain is
-                given the same `path`, and must not start over.
+            path: the checkpoint that a *new* run starts from, also one of plain `dcp.save`; or the root of another
+                run, for its newest. The run starts at the step of that checkpoint, or at 0 if it has none. Ignored
+                once the run has checkpoints of its own, so that each attempt of a chain can be given the same `path`.
             only: with `path`: the entry of the state to load, such as "model", or several. The others stay as they
                 are, and the run starts at step 0.
             rename: with `path`: pairs of a regular expression and its replacement, applied in order to the names in
@@ -386,7 +393,7 @@ class Checkpointer:
             )
         self._leave_if_asked()
         try:
-            self.wait()  # for a save that is still being written: it may be what is to be loaded
+            self._wait()  # for a save that is still being written: it may be what is to be loaded
         except CommitError as error:
             warn(str(error))
         if self._memory is not None:
@@ -426,6 +433,7 @@ class Checkpointer:
         return found or 0
 
     @short_traceback
+    @one_at_a_time
     def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> str | None:
         """End optimizer step `step`, and save if it is time.
 
@@ -485,6 +493,7 @@ class Checkpointer:
         return reason
 
     @short_traceback
+    @one_at_a_time
     def save(self, step: int, metrics: Mapping[str, Any] | None = None, *, reason: str = "asked for") -> None:
         """Save now, whatever the policy says. Every rank calls it.
 
@@ -508,6 +517,7 @@ class Checkpointer:
         self.beat()
 
     @short_traceback
+    @one_at_a_time
     def wait(self) -> None:
         """Wait until the save in the background is durable. Every rank calls it.
 
@@ -515,6 +525,9 @@ class Checkpointer:
             CommitError: it failed.
         """
         self._check_usable()
+        self._wait()
+
+    def _wait(self) -> None:
         self._watchdog.beat("save", self._timings.previous_step)
         with self._timings.stall:
             reports, failure = self._saver.wait()
@@ -590,6 +603,7 @@ class Checkpointer:
     # ---- the block ---------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Checkpointer:
+        self._check_usable()
         self._opened.in_block = True
         return self
 
@@ -610,6 +624,7 @@ class Checkpointer:
             self._fail(error)
 
     @short_traceback
+    @one_at_a_time
     def close(self) -> None:
         """End the run's block: save the last step if it is not saved, wait until it is durable, write the outcome.
 
@@ -634,14 +649,14 @@ class Checkpointer:
         ends = self._control.gather((again, told))
         again = next(filter(None, (each for each, _ in ends)), None)
         is_told = any(each for _, each in ends)
-        is_complete = self._total_steps is not None and self._timings.previous_step >= self._total_steps
+        is_complete = self._total_steps is not None and self._last_step >= self._total_steps
         has_ended_by_itself = not is_told and (self._went_on or is_complete)
         reason = again if has_ended_by_itself else stop or again
         if self._stop is None or self._went_on or not self._stepped:
             self._save_the_end(reason)
         else:  # it is saved, if stops are
             self._stop = reason
-        self.wait()
+        self._wait()
         self._closed = True
         try:
             self._write_the_end()
@@ -657,7 +672,7 @@ class Checkpointer:
         self._watchdog.beat("save", self._timings.previous_step)
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
         code = EXIT_OK if self._stop is None else EXIT_AGAIN
-        step, reason = self._timings.previous_step, self._stop or "the run ended"
+        step, reason = self._last_step, self._stop or "the run ended"
 
         def last_words() -> None:
             if self._reporter is not None:
@@ -775,13 +790,13 @@ class Checkpointer:
         if agreed.stop is not None or (decision is not None and decision.stop):
             why = agreed.stop or (decision.reason if decision is not None else "")
             self._session.note("stop_asked", step=step, reason=why)
-            self.wait()
+            self._wait()
             self._stop, self._consensus.has_stopped = why, True
         return decision.reason if decision is not None else None
 
     def _raise_failure(self, step: int, number: int) -> NoReturn:
         """Wait until this rank knows too that save `number` failed, as some rank does, and raise on all of them."""
-        self.wait()
+        self._wait()
         self._saver.reported = number
         self._timings.saves.failed()
         raise CommitError(step, -1, "another rank reports that its part of the save failed")
@@ -789,7 +804,7 @@ class Checkpointer:
     def _end_running_save(self) -> None:
         """Wait for the running save; if it failed, say so and go on, because the last chance to save comes now."""
         try:
-            self.wait()
+            self._wait()
         except CommitError as error:
             warn(f"{error} It is tried once more before the run ends.")
 
@@ -829,7 +844,7 @@ class Checkpointer:
         if found.failed > self._saver.reported:
             self._raise_failure(step, found.failed)
         if found.lost:
-            self.wait()
+            self._wait()
             self._saver.channel = Channel(self._timeout_seconds)
         self._plan(found)
         info = self._session.save_info(
@@ -862,7 +877,7 @@ class Checkpointer:
     def _plan(self, found: Preflight) -> None:
         """Make a plan where that of the save before does not fit any more."""
         if not found.fits:
-            self.wait()
+            self._wait()
             if self._memory is not None:
                 self._memory.saves.wait()
             self._saver.plan(self._control, found.snapshot)
@@ -942,7 +957,7 @@ class Checkpointer:
             if self._health is not None:
                 self._health.close()
 
-        self._session.fail(self._timings.previous_step, error, last_words, stall_seconds=self._timings.stall.seconds)
+        self._session.fail(self._last_step, error, last_words, stall_seconds=self._timings.stall.seconds)
         self._held.close()
         if self._memory is not None:
             self._memory.close()

@@ -29,6 +29,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from types import FrameType
 
 EXIT_OK = 0
 EXIT_AGAIN = 75
@@ -107,11 +108,18 @@ def _replaced(text: str, patterns: Iterable[tuple[re.Pattern[str], str]]) -> str
 
 
 def warn(text: str) -> None:
-    """Warn, safe to print, and name the line outside of ckptman that led here."""
+    """Warn, safe to print, and name the line outside of ckptman that led here; in a background thread there is none."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "ckptman":
+    while frame.f_back is not None and _module_of(frame) == "ckptman":
         frame, level = frame.f_back, level + 1
-    warnings.warn(plain_lines(text), RuntimeWarning, stacklevel=level)
+    if _module_of(frame) == "threading":
+        warnings.warn_explicit(plain_lines(text), RuntimeWarning, "ckptman", 1)
+    else:
+        warnings.warn(plain_lines(text), RuntimeWarning, stacklevel=level)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def warn_only(text: str) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ckptman
 
-EPOCHS, SAMPLES_OF_A_STEP = 4, 24
+EPOCHS, SAMPLES_OF_A_STEP, MICRO_BATCHES = 4, 24, 2
 
 
 def main(root: str) -> int:
@@ -36,7 +36,8 @@ def main(root: str) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # Each step has the same samples on any number of ranks.
     sampler = ckptman.ElasticSampler(len(data), seed=0)
-    loader = ckptman.ResumableLoader(DataLoader(data, batch_size=SAMPLES_OF_A_STEP // world_size, sampler=sampler))
+    batch_size = SAMPLES_OF_A_STEP // MICRO_BATCHES // world_size
+    loader = ckptman.ResumableLoader(DataLoader(data, batch_size=batch_size, sampler=sampler))
 
     state = {"model": model, "optimizer": optimizer, "data": loader, "rng": ckptman.RNGState()}
     with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(5)) as checkpointer:
@@ -44,11 +45,14 @@ def main(root: str) -> int:
         for _ in range(loader.epoch, EPOCHS):
             for features, target in loader:
                 loss = nn.functional.mse_loss(model(features.to(kind)), target.to(kind))
-                optimizer.zero_grad()
-                loss.backward()
+                (loss / MICRO_BATCHES).backward()
+                if loader.batch % MICRO_BATCHES:
+                    continue  # gradients are in no checkpoint: step() is called once they are used
+                norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
                 optimizer.step()
+                optimizer.zero_grad()
                 step += 1
-                checkpointer.step(step, metrics={"loss": loss})
+                checkpointer.step(step, metrics={"loss": loss, "norm": norm})
                 dist.all_reduce(total := loss.detach().clone())
                 if dist.get_rank() == 0:
                     print(f"step {step}: loss {total.item() / world_size!r}", flush=True)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer, saved and resumed by ckptman, so that it may be killed at any time.
+"""Lightning's Trainer with loader workers, OneCycleLR and early stopping, saved and resumed by ckptman.
 
 python examples/lightning_trainer.py runs/lightning                                         # kill it, start it again
 torchrun --standalone --nproc-per-node 2 examples/lightning_trainer.py runs/lightning2      # on several ranks
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,8 +35,11 @@ class Regression(lightning.LightningModule):
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         self.log("val_loss", nn.functional.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 def main(root: str) -> int:
@@ -45,12 +50,13 @@ def main(root: str) -> int:
     trainer = lightning.Trainer(
         max_epochs=3,
         devices=int(os.environ.get("WORLD_SIZE", "1")),
-        callbacks=[callback],
+        callbacks=[callback, EarlyStopping("val_loss", patience=2)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         logger=False,
     )
-    trainer.fit(Regression(), DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=58))
+    train_loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=2, persistent_workers=True)
+    trainer.fit(Regression(), train_loader, DataLoader(data, batch_size=58))
     return callback.exit_code
 
 

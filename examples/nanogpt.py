@@ -1,10 +1,8 @@
-"""A small GPT in the style of nanoGPT: batches drawn at random, a learning rate by hand, tied weights, DDP.
+"""A small GPT in the style of nanoGPT: random batches, accumulated gradients, GradScaler, best loss, tied weights, DDP.
 
 python examples/nanogpt.py runs/gpt                                             # kill it, and start it again
 torchrun --standalone --nproc-per-node 2 examples/nanogpt.py runs/gpt2          # on several ranks
 """
-
-from __future__ import annotations
 
 import math
 import os
@@ -17,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptman
 
-STEPS, WARMUP, CONTEXT, BATCH = 60, 10, 16, 8
+STEPS, WARMUP, CONTEXT, BATCH, MICRO_STEPS = 60, 10, 16, 8, 2
+TEXT = torch.arange(10_000) * torch.arange(10_000) % 61  # stands for a memory-mapped file of tokens
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class GPT(nn.Module):
-    """Two blocks; the head has the weights of the embedding."""
-
     def __init__(self, tokens: int = 64, width: int = 32) -> None:
         super().__init__()
         self.embedding = nn.Embedding(tokens, width)
@@ -32,46 +30,48 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, tokens, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
-        return self.head(self.blocks(self.embedding(tokens) + self.position, mask, is_causal=True))
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, tokens.device)
+        logits = self.head(self.blocks(self.embedding(tokens) + self.position, mask, is_causal=True))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def learning_rate(step: int) -> float:
-    """Warm up, then fall like a cosine."""
-    done = max(0.0, (step - WARMUP) / (STEPS - WARMUP))
-    return 1e-2 * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * done))
+def batch_loss(model: nn.Module) -> torch.Tensor:
+    starts = torch.randint(len(TEXT) - CONTEXT, (BATCH,)).tolist()
+    tokens = torch.stack([TEXT[start : start + CONTEXT + 1] for start in starts]).to(DEVICE)
+    with torch.autocast(DEVICE, torch.float16, enabled=DEVICE == "cuda"):
+        return model(tokens[:, :-1], tokens[:, 1:])
 
 
 def main(root: str) -> int:
-    if torch.cuda.is_available():
-        torch.set_default_device(torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
     rank, is_parallel = int(os.environ.get("RANK", "0")), "RANK" in os.environ
     if is_parallel:
         dist.init_process_group()
-    text = torch.arange(10_000) * torch.arange(10_000) % 61  # stands for a memory-mapped file of tokens
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     torch.manual_seed(1337 + rank)
-    model = DistributedDataParallel(GPT()) if is_parallel else GPT()
-    optimizer = torch.optim.AdamW(model.parameters())
-    # The batches follow from the generators, which are in the state; the learning rate follows from the step.
-    state = {"model": model, "optimizer": optimizer, "rng": ckptman.RNGState()}
-    with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(10)) as checkpointer:
+    model = DistributedDataParallel(GPT().to(DEVICE)) if is_parallel else GPT().to(DEVICE)
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler(DEVICE, growth_interval=20)
+    best = ckptman.PerRank({"loss": math.inf})
+    # The batches follow from the generators, and the learning rate from the step.
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler, "best": best, "rng": ckptman.RNGState()}
+    with ckptman.Checkpointer(root, state, save_policy=10) as checkpointer:
         for step in range(checkpointer.restore() + 1, STEPS + 1):
-            starts = torch.randint(len(text) - CONTEXT, (BATCH,))
-            tokens = torch.stack([text[start : start + CONTEXT + 1] for start in starts])
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step)
-            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            optimizer.param_groups[0]["lr"] = 1e-2 * min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+            for _ in range(MICRO_STEPS):
+                loss = batch_loss(model)
+                scaler.scale(loss / MICRO_STEPS).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            best.value["loss"] = min(best.value["loss"], loss.item())
             checkpointer.step(step, metrics={"loss": loss})
             if rank == 0:
-                print(f"step {step}: loss {loss.item()!r}", flush=True)
+                print(f"step {step}: loss {loss.item()!r} best {best.value['loss']:.6f}", flush=True)
             if checkpointer.should_stop():
                 break
-    if is_parallel:
-        dist.destroy_process_group()
     return checkpointer.exit_code
 
 

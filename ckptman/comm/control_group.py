@@ -61,7 +61,7 @@ class RankFailed(Exception):
         return self.failure.error or CkptmanError(". ".join(filter(None, (failed, remedy, left))))
 
     def raise_on_this_rank(self, left: str = "") -> NoReturn:
-        """Raise `as_ckptman_error`, from what it was raised from where it failed."""
+        """Raise `as_ckptman_error`; on the rank that failed, with the cause that its error had."""
         error = self.as_ckptman_error(left)
         raise error from (error.__cause__ if self.failure.error is not None else self.__cause__ or self)
 

@@ -37,8 +37,8 @@ class ResumableLoader(Generic[T]):
                 for batch in loader:
                     ...
 
-    The first iteration after a restore goes on behind the batches that were consumed, and is over where their epoch is.
-    It does not read them again, and making it does not shift the generators that the restore has put back.
+    The first iteration after a restore continues after the batches that were consumed, and ends with their epoch. It
+    does not read them again, and does not change the generators that the restore has put back.
 
     Exact are the order of the samples, and what the dataset, `collate_fn` and the samplers draw from the generators of
     Python, NumPy and torch, in this process and in workers: there, they are seeded anew for each batch. Not exact are

@@ -64,8 +64,8 @@ class Manifest(BaseModel):
 
     `sequence` counts commits of a root, starting at 1: the newest checkpoint is the one with the highest sequence,
     not the highest step. `time_seconds` is unix time, or the end of its range that was exceeded, where the clock was
-    broken (see `is_known_time`). `nonfinite`: None where nobody looked, and then left out of the file; so is an empty
-    `metadata`, which has what JSON can hold. `files` maps names inside the folder, without the manifest.
+    broken (see `is_known_time`). `nonfinite`: None if nobody looked. `metadata`: any JSON values. Both are left out of
+    the file if they are empty. `files` maps names inside the folder, without the manifest.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -160,7 +160,7 @@ def journal_path(root: Path) -> Path:
 
 
 def metrics_path(root: Path) -> Path:
-    """Return where the metrics of a run are, by step."""
+    """Return the path of the log of a run's metrics."""
     return root / DOT / "metrics.jsonl"
 
 
