@@ -124,6 +124,7 @@ class RetentionRunner:
             self._policy = in_bytes(self._policy, capacity_bytes(self._root))
             self._needs_capacity = False
         planned = partial(plan_prune, self._root, damaged=self.damaged, wait=False, catalogue=self._catalogue)
+        pending = set(self._remover.pending)  # before the folder is read: what is in it may be gone after that
         plan = planned(self._policy, coming=coming)
         records = [*(each.record for each in plan.verdicts), *([coming] if coming is not None else [])]
         if plan.deletions and (cause := slip(self._policy, records, time.time(), goes_on=True)):
@@ -135,7 +136,6 @@ class RetentionRunner:
                 plan = planned(None)
         if plan.verdicts:
             self._newest_bytes = plan.verdicts[-1].record.bytes
-        pending = set(self._remover.pending)
         plan.leftovers[:] = [each for each in plan.leftovers if each.path not in pending]
         pruned = Pruned()
         try:

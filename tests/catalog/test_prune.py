@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import subprocess
+import threading
 
 import pytest
 
@@ -27,6 +28,7 @@ from ckptman.integrity.folder_check import verify_folder
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast
 from ckptman.runtime.journal import Journal, read_journal
+from ckptman.saving import retention_runner
 from ckptman.saving.retention_runner import RetentionRunner
 from tests.helpers.checkpoints import steps_of
 from tests.helpers.faulty_disk import holds, rewrite, save
@@ -441,3 +443,32 @@ def test_a_run_says_what_cannot_be_put_back_and_goes_on(root):
     claimed.release()
     told = [(each["event"], each.get("step")) for each in read_journal(root / "journal.jsonl")[0]]
     assert told == [("prune_failed", None), ("pruned", 200), ("pruned", 300)], "of what went besides, and after that"
+
+
+def test_what_is_removed_while_a_run_plans_is_no_leftover(root, monkeypatch):
+    may_remove = threading.Event()
+
+    class Waiting(Meanwhile):
+        def remove_tree(self, path):
+            may_remove.wait()
+            super().remove_tree(path)
+
+    def plan(*arguments, **options):
+        found = plan_prune(*arguments, **options)
+        if found.leftovers:
+            may_remove.set()
+            keeper._remover.drain()
+        return found
+
+    journal, claimed = Journal(root / "journal.jsonl"), claim(root, "run", None)
+    monkeypatch.setattr(retention_runner, "plan_prune", plan)
+    keeper = RetentionRunner(LocalBackend(root, Waiting(None, one_way=True)), KeepLast(1), "fail", claimed, journal)
+    keeper.prune()
+    save(root, 400)
+    keeper.prune()
+    assert may_remove.is_set()
+    keeper.close(tidy=False)
+    journal.close()
+    claimed.release()
+    assert {each["event"] for each in read_journal(root / "journal.jsonl")[0]} == {"pruned"}
+    assert names_in(root) == ["journal.jsonl", "step-0000000400"]

@@ -230,6 +230,7 @@ def _main(pipe):
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than this machine has cores
     if store is not None:
         # As in a training script. A loader's worker from a forkserver would not see that its rank was killed, and stay.
         multiprocessing.set_start_method("fork", force=True)
