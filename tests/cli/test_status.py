@@ -55,7 +55,7 @@ def test_without_matplotlib_there_is_no_page_and_all_else(root, tmp_path, ends, 
 def test_a_root_that_vanishes_while_it_is_watched(root):
     ours, theirs = pty.openpty()
     command = ["-m", "ckptman", "status", root, "--watch", "--every", "0.2s"]
-    watching = Python(*command, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "100"})
+    watching = Python(*command, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "300"})
     os.close(theirs)
     seen = b""
     try:
