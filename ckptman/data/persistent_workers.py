@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from ckptman.data.resumable_loader import ResumableLoader
@@ -39,6 +40,17 @@ def warn_of_persistent_workers(values: Iterable[object]) -> None:
                 f"DataLoader(..., generator=torch.Generator())"
             )
             return
+
+
+def draw_apart(loader: Any) -> Any:
+    """Give a loader with persistent workers a generator of its own, if it has none, and return it.
+
+    From that of the process it draws when its workers start, which they do once in each attempt.
+    """
+    inside = getattr(loader, "base_dataloader", loader)  # of a loader that Accelerate has prepared
+    if isinstance(inside, DataLoader) and inside.persistent_workers and inside.generator is None:
+        inside.generator = torch.Generator()
+    return loader
 
 
 def _in_sight(frame: FrameType | None) -> Iterator[DataLoader[Any]]:

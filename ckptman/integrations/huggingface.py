@@ -20,6 +20,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 from ckptman.api import load
 from ckptman.checkpointer import Checkpointer
 from ckptman.comm.control_group import Channel
+from ckptman.data.persistent_workers import draw_apart
 from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.errors import CommitError, ConfigError, MismatchError
 from ckptman.policies.retention import KeepBest, KeepLast, RetentionPolicy
@@ -128,6 +129,10 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
         if (shared := getattr(loader, "synchronized_generator", None)) is not None:
             synchronize_rng_states(loader.rng_types, shared)
         return ResumableLoader(loader.base_dataloader)
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loader of the Trainer. Persistent workers do not change what the training draws."""
+        return draw_apart(super().get_eval_dataloader(*args, **kwargs))
 
     # ---- what the loop of the Trainer calls --------------------------------------------------------------------
 

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptman.checkpointer import Checkpointer
+from ckptman.data.persistent_workers import draw_apart
 from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.errors import CommitError, ConfigError, MismatchError
+from ckptman.integrations.lightning_metrics import EpochMetrics
 from ckptman.policies.retention import KeepBest, KeepLast
 from ckptman.policies.save_policies import BeforeDeadline, EverySteps, OnStop
 from ckptman.state.generators import RNGState
@@ -144,13 +146,14 @@ class CkptmanCallback(Callback):
         self._trainer = trainer
         self._loaders.make()
         self._loaders.is_training = True
-        self._progress = _TrainerState(trainer)
+        self._progress, self._epoch_metrics = _TrainerState(trainer), EpochMetrics(trainer)
         state: dict[str, Any] = {
             "model": pl_module,
             **_numbered("optimizer", trainer.optimizers),
             **_numbered("lr_scheduler", [each.scheduler for each in trainer.lr_scheduler_configs]),
             "data": self._loaders,
             "rng": RNGState(),
+            "epoch_metrics": self._epoch_metrics,
         }
         if taken := self._more_state.keys() & {*state, "trainer"}:
             raise ConfigError(f"CkptmanCallback: the Trainer has {', '.join(sorted(taken))} in its state: rename yours")
@@ -160,7 +163,7 @@ class CkptmanCallback(Callback):
         try:
             self._ended_step = self.checkpointer.restore(**self._restore)
         except MismatchError as error:
-            if "trainer" not in error.missing:
+            if {"trainer", "epoch_metrics"}.isdisjoint(error.missing):
                 raise
             raise ConfigError(
                 f"{error.where} was not saved by a Trainer of Lightning, but by another program: give this run a root "
@@ -239,6 +242,7 @@ class CkptmanCallback(Callback):
             self._put_back = None
             if self._progress.is_within_epoch:
                 self._progress.put_back()
+                self._epoch_metrics.put_back()
                 self._loaders.epoch = self._progress.epoch
         self._loaders.begin(self._progress.epoch)
         self._end_step()
@@ -487,7 +491,7 @@ class _TrainLoaders:
         trainer = self._trainer
         loader = type(trainer.strategy).process_dataloader(trainer.strategy, loader)
         if not trainer.training:
-            return loader
+            return draw_apart(loader)
         if isinstance(loader, ResumableLoader):
             resumable = loader
             if not loader.batch:  # Lightning has made an iterator, to see whether there is one: no pass has begun

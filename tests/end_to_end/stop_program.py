@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -155,7 +156,33 @@ def lightning(root, kind):
     return saves.exit_code
 
 
-LOOPS = {each.__name__: each for each in (loop, accelerate, huggingface, lightning)}
+def bundled(root, kind):
+    """The bundled loop. It reads its data without workers."""
+    from ckptman.train.__main__ import main
+    from ckptman.train.tokenize import tokenize
+
+    folder = Path(f"{root}-data")
+    if not folder.exists():
+        tokenize(folder, [Path(__file__)], vocab_size=300, workers=1)
+        (folder / "run.toml").touch()
+    values = {
+        "checkpoint.root": root,
+        "checkpoint.every_steps": 100_000,
+        "run.steps": 100_000,
+        "run.log_every": 1,
+        "data.path": folder,
+        "data.sequence_tokens": 12,
+        "data.global_batch": 2,
+        "parallel.device": "cpu",
+        "model.dim": 16,
+        "model.layers": 1,
+        "model.heads": 2,
+        "model.kv_heads": 1,
+    }
+    return main(["--config", str(folder / "run.toml"), *(f"--set={name}={value}" for name, value in values.items())])
+
+
+LOOPS = {each.__name__: each for each in (loop, accelerate, huggingface, lightning, bundled)}
 
 
 if __name__ == "__main__":

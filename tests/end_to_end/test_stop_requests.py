@@ -22,10 +22,12 @@ from tests.helpers.forkserver import Python
 
 PROGRAM = Path(__file__).with_name("stop_program.py")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SERVED = {"huggingface": ("no workers", "workers", "persistent"), "bundled": ("no workers",)}
+"""The kinds of workers that a loop can have, if not all."""
 CASES = [
     case
     for case in itertools.product(SIGNALS, ("process", "group"), KINDS, LOOPS)
-    if case[3] != "huggingface" or case[2] not in ("spawned", "forkserver")  # its arguments know no start method
+    if case[2] in SERVED.get(case[3], KINDS)
 ]
 """Signal, whom it is sent to, workers, and the loop."""
 

@@ -250,6 +250,20 @@ def test_a_signal_in_and_between_epochs(tmp_path, whole, at):
     assert digest(again) == digest(whole)
 
 
+@pytest.mark.slow
+@pytest.mark.leaves("QueueFeederThread")  # of workers that the Trainer keeps
+def test_persistent_workers_of_evaluations(tmp_path):
+    settings = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "eval_steps": 4}
+    settings |= {"eval_strategy": "steps", "data": Plain()}
+    whole = trainer_of(tmp_path / "whole", **settings)
+    whole.train()
+    trainer_of(tmp_path / "cut", callbacks=[Interrupts(17)], **settings).train()
+    again = trainer_of(tmp_path / "cut", **settings)
+    assert again.train().global_step == 45
+    assert [each.get("loss") for each in told(again)] == [each.get("loss") for each in told(whole)]
+    assert digest(again) == digest(whole)
+
+
 def test_steps_limit_and_best_are_those_of_the_arguments(tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "save_total_limit": 3}
     trainer = trainer_of(tmp_path, load_best_model_at_end=True, learning_rate=0.2, **settings)

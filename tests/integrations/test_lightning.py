@@ -27,6 +27,7 @@ SAMPLES, EPOCHS, ACCUMULATED = 47, 3, 2
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pl = pytest.importorskip("lightning.pytorch")
+    torchmetrics = pytest.importorskip("torchmetrics")
     from ckptman.integrations.lightning import CkptmanCallback
 
 pytestmark = pytest.mark.filterwarnings(
@@ -124,6 +125,33 @@ class Looking(Model):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Averaging(Model):
+    """Logs averages over epochs. They are known in the epoch that follows."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.mean, self.list = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layers(batch).square().mean()
+        known = sorted(self.trainer.callback_metrics.items())
+        averages = {name: each.item().hex() for name, each in known if "epoch" in name}
+        self.plan.batch(f"{self.current_epoch}/{batch_idx}", f"{loss.item().hex()} {averages}")
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        for reduce in ("sum", "max"):
+            self.log(f"epoch_{reduce}", loss, on_step=False, on_epoch=True, reduce_fx=reduce)
+        if batch_idx % 5 == 0:
+            self.log("epoch_seldom", loss, on_step=False, on_epoch=True)
+        self.mean(loss)
+        self.log("epoch_mean", self.mean, on_step=False, on_epoch=True)
+        self.list(loss)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("epoch_list", self.list.compute().sum())
+        self.list.reset()
+
+
 class Counting(pl.LightningDataModule):
     """Counts what it transferred, and saves that."""
 
@@ -163,15 +191,16 @@ class Hooked(Model):
         self.losses = checkpoint["losses"].item()
 
 
-def validation():
-    return DataLoader(torch.rand(8, 4, generator=torch.Generator().manual_seed(3)), 4)
+def validation(persistent=False):
+    workers = {"num_workers": 1, "persistent_workers": True} if persistent else {}
+    return DataLoader(torch.rand(8, 4, generator=torch.Generator().manual_seed(3)), 4, **workers)
 
 
 def plain_loader():
     return DataLoader(Noisy(), 3, shuffle=True)
 
 
-def fit(root, plan=None, model=Model, data=None, callback=None, ckpt_path=None, **options):
+def fit(root, plan=None, model=Model, data=None, callback=None, ckpt_path=None, persistent=False, **options):
     """One attempt of a run; returns the trainer, and the callback."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -197,7 +226,7 @@ def fit(root, plan=None, model=Model, data=None, callback=None, ckpt_path=None, 
     if isinstance(data, pl.LightningDataModule):
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     else:
-        trainer.fit(module, data if data is not None else plain_loader(), validation(), ckpt_path=ckpt_path)
+        trainer.fit(module, data if data is not None else plain_loader(), validation(persistent), ckpt_path=ckpt_path)
     return trainer, saves
 
 
@@ -260,6 +289,8 @@ def hooked():
 RUNS = {
     "two optimizers by hand": lambda: {"model": Adversarial, "accumulate_grad_batches": 1},
     "looks at its data first": lambda: {"model": Looking},
+    "averages over epochs": lambda: {"model": Averaging},
+    "persistent workers in validation": lambda: {"persistent": True},
     "a datamodule and two loaders": lambda: {"data": Counting()},
     "hooks and averaged weights": lambda: {**hooked(), "val_check_interval": 1.0},
     "epochs cut short and loaders made anew": lambda: {
@@ -389,7 +420,7 @@ def test_a_root_of_another_program_is_refused(tmp_path):
     before = sorted(tmp_path.rglob("step-*"))
     with pytest.raises(ckptman.ConfigError, match="was not saved by a Trainer of Lightning, but by another program"):
         fit(tmp_path / "bare")
-    with pytest.raises(ckptman.CkptmanError, match="trainer of another framework"):
+    with pytest.raises(ckptman.ConfigError, match="was not saved by a Trainer of Lightning, but by another program"):
         fit(tmp_path / "hf")
     assert sorted(tmp_path.rglob("step-*")) == before
     fit(tmp_path / "lightning", max_steps=2)

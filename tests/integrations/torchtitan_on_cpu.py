@@ -52,6 +52,8 @@ if __name__ == "__main__":
         set_factor(self, factor)
         self.set_force_sum_reduction_for_comms(True)  # gloo sums, and does not multiply
 
+    if not hasattr(torch.distributed, "set_timeout"):  # before torch 2.15
+        torch.distributed.set_timeout = lambda timeout, group: None
     FSDPModule.set_gradient_divide_factor = set_factor_and_sum
     metrics.MetricsProcessor.log = record
     attention.FlexAttention._compiled_flex_attn = causal_attention
