@@ -50,7 +50,11 @@ def compare_replicas(control: Channel, snapshot: Snapshot, state: Mapping[str, A
             f"each rank, or into ckptman.FromRank0(...)"
         )
     if text := _difference(control, buffers, [each[1] for each in ranks.all]):
-        return f"{text}: those of the lowest rank are saved, as DistributedDataParallel takes those of rank 0"
+        return (
+            f"{text}: after a restore all ranks have those of the lowest rank. That changes nothing in a module under "
+            f"DistributedDataParallel, which takes those of rank 0 itself. In any other, such as an average of the "
+            f"weights, broadcast its buffers from rank 0 before you use it"
+        )
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ckptman.errors import ConfigError
@@ -17,8 +18,8 @@ class PerRank(Generic[T]):
 
         state = {"model": model, "seen": ckptman.PerRank(samples_of_this_rank)}
 
-    Read `state["seen"].value` after a restore. It is refused on another number of ranks, because nobody can know to
-    whom it would belong there.
+    Read `state["seen"].value` after a restore: dicts, lists and tensors of the same shape are filled where they are,
+    all else is replaced. It is refused on another number of ranks, as nobody can know to whom it would belong there.
 
     Args:
         value: A plain value, a tensor, a container of them, or an object with `state_dict` and `load_state_dict`.
@@ -87,10 +88,31 @@ def _state_of(value: Any) -> Any:
 
 
 def _loaded(value: Any, saved: Any) -> Any:
-    if not hasattr(value, "load_state_dict"):
+    """Return what was saved, in the object, dict, list or tensor that is there, as far as it fits into it."""
+    if hasattr(value, "load_state_dict"):
+        value.load_state_dict(saved)
+    elif type(value) is dict and type(saved) is dict:
+        found = {key: _loaded(value.get(key), each) for key, each in saved.items()}
+        value.clear()
+        value.update(found)
+    elif type(value) is list and type(saved) is list:
+        value[:] = [_loaded(value[at] if at < len(value) else None, each) for at, each in enumerate(saved)]
+    elif not _is_filled(value, saved):
         return saved
-    value.load_state_dict(saved)
     return value
+
+
+def _is_filled(value: Any, saved: Any) -> bool:
+    if not (isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor)):
+        return False
+    if (value.shape, value.dtype) != (saved.shape, saved.dtype):
+        return False
+    try:
+        with torch.no_grad():
+            value.copy_(saved)
+    except RuntimeError:  # elements of it share memory, or it was made in inference mode
+        return False
+    return True
 
 
 def _world_size() -> int:

@@ -130,7 +130,7 @@ def test_what_differs_between_ranks_is_refused_before_the_first_save(tmp_path):
     for name in ("ddp", "ddp, as a dict"):
         (text, warned), alone = leader[name]
         assert (text, len(warned), alone) == ("", 1, ("", warned))
-        assert warned[0].startswith("model.1.running_mean (and 1 more) differs between ranks 0 and 1: those of")
+        assert warned[0].startswith("model.1.running_mean (and 1 more) differs between ranks 0 and 1: after a restore")
         assert other[name] == (("", []), ("", []))
 
 

@@ -201,12 +201,22 @@ def test_a_dataclass_that_has_changed_is_named_and_can_be_left_out(tmp_path, mon
     assert ckptman.read(tmp_path, only="progress")["progress"]["phase"] is Phase.WARM_UP
 
 
+class Stopper:
+    """Early stopping as many write it: an object that is called."""
+
+    best = 0.0
+
+    def __call__(self, loss):
+        self.best = loss
+
+
 @pytest.mark.parametrize(
     ("value", "way_out"),
     [
         (argparse.Namespace(lr=1), r"args is a argparse\.Namespace.*: save vars\(args\)"),
         (lambda: 1, "args is a builtins.function.*: save what it is made from, or leave it out"),
         ({"deep": [object()]}, r"args\.deep\.0 is a builtins\.object"),
+        (Stopper(), r"args is a .*Stopper.*: save vars\(args\), or give its class state_dict"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_at_once(tmp_path, value, way_out):

@@ -122,3 +122,25 @@ def test_a_value_that_differs_is_told_with_its_path_its_ranks_and_its_values(tmp
     assert deep.startswith("log.deep.count is 0 on rank 0 and 1 on rank 1")
     assert long.startswith("log.names is ['xxx")
     assert len(long) < 500
+
+
+@pytest.mark.parametrize("kind", [ckptman.PerRank, ckptman.FromRank0])
+def test_dicts_lists_and_tensors_are_filled_where_they_are(tmp_path, kind):
+    def value(number):
+        return {"buffers": [torch.full((2,), number), torch.full((3,), number)], "log": {"best": number}, "more": 1}
+
+    with ckptman.Checkpointer(tmp_path, {"own": kind(value(1.0))}) as checkpointer:
+        checkpointer.save(1)
+    held = value(0.0)
+    log, (first, second), wrapped = held["log"], held["buffers"], kind(held)
+    held["buffers"][1] = expanded = torch.zeros(1).expand(3)
+    with ckptman.Checkpointer(tmp_path, {"own": wrapped}) as checkpointer:
+        checkpointer.restore()
+    assert wrapped.value is held
+    assert held["log"] is log
+    assert log == {"best": 1.0}
+    assert held["buffers"][0] is first
+    assert torch.equal(first, torch.ones(2))
+    assert torch.equal(held["buffers"][1], torch.ones(3)), "in place of one that cannot be filled"
+    assert not expanded.any()
+    assert not second.any()
