@@ -161,11 +161,12 @@ def encode(value: Any, path: str, hook: Hook | None = None, depth: int = 0) -> A
 
 def _way_out(value: Any, path: str) -> str:
     """Return what to save in place of a value that has no exact form."""
+    kind: Any = type(value)
     if isinstance(value, type) or (callable(value) and type(value).__module__ in ("builtins", "functools")):
         return "what it is made from, or leave it out: a function is part of the program, not of its state"
     if type(value).__module__ in ("argparse", "types") and hasattr(value, "__dict__"):
         return f"vars({path.rpartition('.')[2]})"
-    if hasattr(value, "__dict__"):
+    if getattr(value, "__dict__", None) and kind.__new__ is object.__new__:  # no string or array of its own
         return f"vars({path.rpartition('.')[2]}), or give its class state_dict() and load_state_dict()"
     return "plain values, containers and tensors (its text, for example)"
 

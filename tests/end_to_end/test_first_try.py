@@ -204,7 +204,8 @@ def test_a_dataclass_that_has_changed_is_named_and_can_be_left_out(tmp_path, mon
 class Stopper:
     """Early stopping as many write it: an object that is called."""
 
-    best = 0.0
+    def __init__(self):
+        self.best = 0.0
 
     def __call__(self, loss):
         self.best = loss
