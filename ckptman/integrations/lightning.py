@@ -242,8 +242,8 @@ class CkptmanCallback(Callback):
             self._put_back = None
             if self._progress.is_within_epoch:
                 self._progress.put_back()
-                self._epoch_metrics.put_back()
                 self._loaders.epoch = self._progress.epoch
+            self._epoch_metrics.put_back()
         self._loaders.begin(self._progress.epoch)
         self._end_step()
         if self.checkpointer.should_stop():

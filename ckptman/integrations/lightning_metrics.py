@@ -11,7 +11,7 @@ from torchmetrics import Metric
 class EpochMetrics:
     """Averages of what was logged with `on_epoch=True`, and the states of metrics of torchmetrics in the module.
 
-    Each rank has its own until the end of the epoch.
+    Each rank has its own.
     """
 
     per_rank = True
@@ -32,7 +32,7 @@ class EpochMetrics:
     def state_dict(self) -> dict[str, Any]:
         """Return the accumulated values."""
         logged = {key: each.metric_state for key, each in self._results.items() if each.is_tensor}
-        metrics = {name: {"count": each.update_count, **each.metric_state} for name, each in self._metrics()}
+        metrics = {name: {"updates": each.update_count, "state": each.metric_state} for name, each in self._metrics()}
         unclaimed = self._saved["logged"] if self._saved["epoch"] == self._epoch else {}
         return {"epoch": self._epoch, "logged": {**unclaimed, **logged}, "metrics": metrics}
 
@@ -44,15 +44,15 @@ class EpochMetrics:
         """Begin without any, on a rank that did not exist at save time."""
 
     def put_back(self) -> None:
-        """Let the Trainer continue the epoch with the loaded values: those of a name once it is logged again."""
-        results = self._results
-        results.saved = self._saved["logged"]
-        results.__class__ = type("Resumed", (_FilledIn, type(results)), {})
+        """Continue with loaded values. In the epoch that they are of, a name has its own once it is logged again."""
+        if self._saved["epoch"] == self._epoch:
+            results = self._results
+            results.saved = self._saved["logged"]
+            results.__class__ = type("Resumed", (_FilledIn, type(results)), {})
         for name, metric in self._metrics():
-            for key, value in self._saved["metrics"].get(name, {}).items():
-                if key == "count":
-                    metric._update_count = value
-                else:
+            if (saved := self._saved["metrics"].get(name)) is not None:
+                metric._update_count = saved["updates"]
+                for key, value in saved["state"].items():
                     setattr(metric, key, _on(metric.device, value))
 
     def _metrics(self) -> Iterator[tuple[str, Metric]]:

@@ -125,18 +125,36 @@ class Looking(Model):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Largest(torchmetrics.Metric):
+    """Has states with names that a metric may give, and is never reset."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("count", torch.tensor(0))
+        self.add_state("updates", torch.tensor(0.0))
+
+    def update(self, value):
+        self.count += 1
+        self.updates = torch.maximum(self.updates, value.detach())
+
+    def compute(self):
+        return self.count + self.updates
+
+
 class Averaging(Model):
     """Logs averages over epochs. They are known in the epoch that follows."""
 
     def __init__(self, plan):
         super().__init__(plan)
-        self.mean, self.list = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+        self.mean, self.list, self.largest = torchmetrics.MeanMetric(), torchmetrics.CatMetric(), Largest()
 
     def training_step(self, batch, batch_idx):
         loss = self.layers(batch).square().mean()
         known = sorted(self.trainer.callback_metrics.items())
         averages = {name: each.item().hex() for name, each in known if "epoch" in name}
-        self.plan.batch(f"{self.current_epoch}/{batch_idx}", f"{loss.item().hex()} {averages}")
+        self.largest.update(loss)
+        told = f"{loss.item().hex()} {averages} {self.largest.compute().item()!r} of {self.largest.update_count}"
+        self.plan.batch(f"{self.current_epoch}/{batch_idx}", told)
         self.log("loss", loss, on_step=True, on_epoch=True)
         for reduce in ("sum", "max"):
             self.log(f"epoch_{reduce}", loss, on_step=False, on_epoch=True, reduce_fx=reduce)
@@ -275,9 +293,10 @@ def test_stopped_and_failed_anywhere(tmp_path, rng):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", [Model, Averaging])
 @pytest.mark.parametrize("batch", [15, 16, 17])
-def test_stopped_about_the_end_of_an_epoch(tmp_path, batch):
-    ends_alike(tmp_path, [Plan(batch), Plan(1), Plan(15)])
+def test_stopped_about_the_end_of_an_epoch(tmp_path, batch, model):
+    ends_alike(tmp_path, [Plan(batch), Plan(1), Plan(15)], lambda: {"model": model})
 
 
 def hooked():
