@@ -38,7 +38,7 @@ def _shown_reason(error: CkptmanError) -> BaseException | None:
     """Note what an error was raised from, and return it if the error does not say it all."""
     error.raised_from = raised_from(error)
     cause = error.raised_from[0]
-    if type(error) is not CkptmanError or cause is None:
+    if cause is None or not (error.of_program or type(error) is CkptmanError):
         return None
     cause.__traceback__ = _outside(cause.__traceback__)
     return cause

@@ -28,6 +28,7 @@ import contextlib
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import FrameType
 
@@ -36,6 +37,9 @@ EXIT_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h: the run saved, and wants to be started again."""
 EXIT_STALLED = 13
 """The watchdog ended this process: it made no progress."""
+
+_MANY = 8
+"""From this many names with a common parent on, a message shows the parent and a count."""
 
 # Control characters, marks that change the direction of text, line separators, and bytes that are no text at all.
 _UNSAFE = "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -139,6 +143,8 @@ class CkptmanError(Exception):
 
     exit_code = 1
     raised_from: tuple[BaseException | None, BaseException | None] | None = None
+    of_program = False
+    """Whether an object of the program raised what this was raised from: its frames say where."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # What it was raised from may not pickle, and is of this process alone.
@@ -259,9 +265,10 @@ class MismatchError(CkptmanError):
         mismatched: Lines with both shapes or types side by side. That cannot be accepted.
         subject: What differs, such as "the model and the value 'epoch'".
         call: The call that accepts what is missing and unexpected; "" where there is none.
+        hint: What else would help; "" if nothing is known.
 
     Attributes:
-        where, missing, unexpected, mismatched, subject, call: As given.
+        where, missing, unexpected, mismatched, subject, call, hint: As given.
     """
 
     exit_code = 7
@@ -274,8 +281,9 @@ class MismatchError(CkptmanError):
         mismatched: Sequence[str] = (),
         subject: str = "the state",
         call: str = "",
+        hint: str = "",
     ) -> None:
-        self.where, self.subject, self.call = where, subject, call
+        self.where, self.subject, self.call, self.hint = where, subject, call, hint
         self.missing, self.unexpected, self.mismatched = tuple(missing), tuple(unexpected), tuple(mismatched)
         lines = [f"{where} does not fit this run; nothing was loaded"]
         for title, names in (
@@ -285,9 +293,13 @@ class MismatchError(CkptmanError):
         ):
             if names:
                 lines.append(f"  {title} ({len(names)}):")
-                lines += [f"    {plain(name)}" for name in names]
+                lines += [f"    {plain(name)}" for name in (names if title == "different" else _by_parents(names))]
+        if hint:
+            lines.append(f"  {plain(hint)}.")
         if self.mismatched:
-            lines.append("  What is different cannot be accepted. Under a new name in this run, it would start afresh.")
+            lines.append(
+                "  Differences in shape or dtype cannot be accepted. To start that part afresh, give it a new name."
+            )
         elif call:
             kept = "keep what is missing as it is here" if self.missing else ""
             left = "leave what is unexpected there" if self.unexpected else ""
@@ -299,7 +311,15 @@ class MismatchError(CkptmanError):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.where, self.missing, self.unexpected, self.mismatched, self.subject, self.call)
+        given = (self.where, self.missing, self.unexpected, self.mismatched, self.subject, self.call, self.hint)
+        return type(self), given
+
+
+def _by_parents(names: Sequence[str]) -> list[str]:
+    """Return names for a message; many with a common parent, such as the settings of a parameter, become one line."""
+    counts = Counter(name.rpartition(".")[0] for name in names)
+    many = {parent: f"{parent}.* ({count})" for parent, count in counts.items() if parent and count >= _MANY}
+    return [*dict.fromkeys(many.get(name.rpartition(".")[0], name) for name in names)]
 
 
 class SchedulerError(CkptmanError):

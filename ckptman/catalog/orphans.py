@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptman.catalog.catalog import Catalog
+from ckptman.catalog.overwrite import strangers_in
 from ckptman.catalog.pins import read_pin
 from ckptman.catalog.reader_lease import Leases, look
 from ckptman.catalog.writer_lock import Owner, is_alive, is_this_process, read_owner
-from ckptman.errors import CkptmanError
+from ckptman.errors import CkptmanError, plain
 from ckptman.format.manifest import missing_file, read_manifest
 from ckptman.format.paths import Kind, StepName, parse_half_written, run_folder, step_folder
 
@@ -34,6 +35,19 @@ class Leftover:
     step: int | None
     reason: str
     bytes: int
+
+    def of_others(self) -> str:
+        """What ckptman did not write of it, so that it has to stay, in words; "": nothing."""
+        if self.step is None:
+            return ""
+        try:
+            names = strangers_in(self.path)
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            return f"it cannot be looked at ({error.strerror})"
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"{plain(names[0])}{more} in it is nothing that ckptman wrote: move it away" if names else ""
 
 
 def find_leftovers(

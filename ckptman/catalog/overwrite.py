@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from ckptman.catalog.pins import PINNED
 from ckptman.catalog.verified import VERIFIED
-from ckptman.errors import CorruptError, FormatVersionError
+from ckptman.errors import CkptmanError, CorruptError, FormatVersionError
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import CHUNKS, DOT, INDEX, MANIFEST, METADATA, parse_half_written, parse_owner, rank_of
 from ckptman.io.safe_open import open_regular
@@ -17,6 +18,8 @@ from ckptman.io.safe_open import open_regular
 _COMMON = frozenset({MANIFEST, INDEX, CHUNKS, METADATA, VERIFIED, PINNED, DOT})
 """Names of ours that others may give to files of theirs."""
 _BLOCKS = re.compile(r"blocks-[0-9]{5,}-[0-9]+\.bin", re.ASCII)
+_OF_FLUSHES = re.compile(r"offer\.json|manifest-[0-9a-f]{32}\.json", re.ASCII)
+"""What a flush of memory has in its draft besides."""
 _DATA = ".distcp"
 _PICKLE = b"\x80"
 
@@ -36,6 +39,27 @@ def may_be_replaced(folder: Path) -> bool:
     if are_replaceable(names, lambda: read_manifest(folder), has_others=bool(others)):
         return True
     return not others and _has_data(names) and METADATA in names and _begins_a_pickle(folder / METADATA)
+
+
+def strangers_in(folder: Path) -> list[str]:
+    """The names in a folder of what ckptman does not write there; of a file that is not empty, its own.
+
+    Raises: OSError where it cannot be looked at.
+    """
+    if folder.is_symlink():
+        return []  # as far as it is removed, it is only the link
+    if not folder.is_dir():
+        return [folder.name] if folder.lstat().st_size else []
+    named: Iterable[str] = ()
+    with contextlib.suppress(CkptmanError, FileNotFoundError):
+        named = read_manifest(folder).files
+    with os.scandir(folder) as items:
+        folders = {item.name: item.is_dir(follow_symlinks=False) for item in items}
+    return sorted(
+        name
+        for name, is_folder in folders.items()
+        if not (name == DOT and _is_of_claims(folder / DOT) if is_folder else name in named or _is_ours(name))
+    )
 
 
 def are_replaceable(
@@ -58,13 +82,18 @@ def are_replaceable(
     except FormatVersionError:
         return _has_data(every)
     except (CorruptError, FileNotFoundError):
-        is_ours = all(each in _COMMON or _is_of_rank(each) or parse_half_written(each) is not None for each in every)
-        return is_ours and not has_others and (is_noted or _has_data(every))
+        return all(map(_is_ours, every)) and not has_others and (is_noted or _has_data(every))
 
 
 def _has_data(names: Iterable[str]) -> bool:
     """Whether one of these names is of a file that holds what a rank saved: nobody else gives it."""
     return any(map(_is_of_rank, names))
+
+
+def _is_ours(name: str) -> bool:
+    # What NFS calls a file that is removed while somebody has it open goes by itself.
+    is_known = name in _COMMON or _is_of_rank(name) or _OF_FLUSHES.fullmatch(name) is not None
+    return is_known or parse_half_written(name) is not None or name.startswith(".nfs")
 
 
 def _is_of_rank(name: str) -> bool:

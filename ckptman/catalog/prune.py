@@ -27,7 +27,7 @@ from ckptman.catalog.rollback_records import rollback_numbers
 from ckptman.catalog.tiers import awaited
 from ckptman.errors import CkptmanError
 from ckptman.format.paths import MANIFEST, run_folder, step_folder
-from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk, holding, is_super_user, owner_of, stat_of, through
 from ckptman.policies.retention import Record, RetentionPolicy, Verdict, over_limit, plan
 from ckptman.policies.retention_rules import newest_finite
 
@@ -36,6 +36,7 @@ _TAKEN_AT_ONCE = 50
 _CONFIRMED = 3
 """So many of the newest that stay, and the newest finite ones, are looked at in full, where what is known of them was
 remembered."""
+_OF_ANOTHER = "it belongs to another user than its root"
 Progress = Callable[[int], None]
 """Told the bytes that were freed."""
 
@@ -57,6 +58,8 @@ class PrunePlan:
     """Those that the root had: after another one, what was to go may be what is needed."""
     strays: list[Leftover] = field(default_factory=list)
     """What gets its name back, because a prune that was killed took it although it was wanted."""
+    folder: tuple[int, int] | None = None
+    """Device and inode of the root: what has its name by the time that this is carried out may be another one."""
 
     @property
     def deletions(self) -> list[Verdict]:
@@ -99,6 +102,7 @@ def plan_prune(
 
     Raises: as `Catalog.scan`.
     """
+    folder = _identity(root)
     catalogue = catalogue or Catalog(root)
     now_seconds = time.time() if now_seconds is None else now_seconds
     # The names first: who has made a folder since then may have a lease that was not seen.
@@ -138,15 +142,40 @@ def plan_prune(
     newest += [entries[each] for each in needed if entries[each] not in newest]
     if len(staying) < len(verdicts) and not catalogue.confirm(newest):
         return plan_prune(root, policy, damaged, now_seconds=now_seconds, wait=wait, coming=coming, catalogue=catalogue)
+    leftovers, owners = [], _owners(root)
+    for left in find_leftovers(root, leases, there):
+        why = _OF_ANOTHER if _is_of_another(left.path, owners) else left.of_others()
+        if not why:
+            leftovers.append(left)
+        elif left.step is not None:
+            ignored.append((Entry(left.step, left.path, None, why), why))
     return PrunePlan(
         verdicts,
         entries,
-        find_leftovers(root, leases, there),
+        leftovers,
         ignored,
         over_limit(verdicts, policy),
         before,
         find_strays(root, leases, there),
+        folder,
     )
+
+
+def _identity(root: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        found = root.stat()
+        return found.st_dev, found.st_ino
+    return None
+
+
+def _owners(root: Path) -> set[int | None]:
+    """Return the users whose files under a root the super-user deletes: its owner, who has run in it, and himself."""
+    return {stat_of(root).st_uid, owner_of(run_folder(root)), os.geteuid()}
+
+
+def _is_of_another(path: Path, owners: Collection[int | None]) -> bool:
+    """Return whether something belongs to none of these, for who may remove what is anybody's."""
+    return is_super_user() and owner_of(path) not in (None, *owners)
 
 
 @contextmanager
@@ -189,15 +218,26 @@ def execute(
     remove: Callable[[Path], None] | None = None,
     done: Progress | None = None,
     pruned: Pruned | None = None,
+    later: bool = False,
 ) -> Pruned:
     """Carry out a plan: what goes is made invisible at once, and then removed. Can be run again at any point.
 
-    What cannot be removed does not keep the rest from being removed. `jobs`: threads that remove; `remove`: what
-    removes a folder that nobody sees any more, such as `ThrottledDelete`; `pruned`: where to tell what became of it,
-    for who wants to know that also of one that failed. Raises: OSError in the end, if there was such.
+    What cannot be removed does not keep the rest from being removed. Whatever has the path of the root meanwhile, only
+    what is in the folder that was looked at is touched; and by the super-user only what belongs to its owner.
+
+    Args:
+        jobs: threads that remove.
+        remove: what removes a folder that nobody sees any more, such as `ThrottledDelete`.
+        later: it does so after this has returned, so it needs a path that holds then.
+        pruned: where to tell what became of it, for who wants to know that also of one that failed.
+
+    Raises: OSError in the end, if there was such.
     """
-    work = _Work(root, plan, disk, remove, done, pruned if pruned is not None else Pruned())
-    with _first_error_last() as attempt:
+    work = _Work(root, plan, disk, remove, later, done, pruned if pruned is not None else Pruned())
+    with holding(root, through_link=True) as held, _first_error_last() as attempt:
+        if plan.folder not in (None, (held.st_dev, held.st_ino)):
+            raise OSError(errno.ESTALE, "something else was put in its place since it was looked at", str(root))
+        work.owners = _owners(root)
         for stray in plan.strays:
             assert stray.step is not None
             attempt(partial(LocalBackend(root, disk).put_back, stray.path, root / step_folder(stray.step)))
@@ -256,16 +296,20 @@ class _Work:
         plan: PrunePlan,
         disk: Disk,
         remove: Callable[[Path], None] | None,
+        later: bool,
         done: Progress | None,
         pruned: Pruned,
     ) -> None:
         self._root, self._place, self._disk, self._done = root, LocalBackend(root, disk), disk, done
-        self._remove = remove or disk.remove_tree
+        self._how, self._is_later = remove or disk.remove_tree, later
         self._rollbacks = plan.rollbacks
         self._turn = threading.Lock()
+        self.owners: set[int | None] = set()
         self.pruned = pruned
 
     def clear(self, leftover: Leftover, tag: str) -> None:
+        if _is_of_another(leftover.path, self.owners) or leftover.of_others():
+            return
         if leftover.step is None:
             self._disk.remove_file(leftover.path)
         elif look(self._root, wait=False).holder(leftover.path.name):
@@ -277,6 +321,9 @@ class _Work:
     def take(self, entry: Entry, record: Record, tag: str, taken: list[tuple[Path, Path, Record]]) -> None:
         """Make one checkpoint invisible, unless it is another by now or somebody wants it."""
         if not _is_as_planned(entry, entry.path):
+            return
+        if _is_of_another(entry.path, self.owners):
+            self.pruned.spared[record.sequence] = _OF_ANOTHER
             return
         if reason := self._why_not(entry.path, entry.path.name):
             self.pruned.spared[record.sequence] = reason
@@ -306,7 +353,8 @@ class _Work:
         """Remove one that was taken."""
         # Its manifest first: who finds the rest of it under this name must not take it for a checkpoint.
         try:
-            self._disk.remove_file(trash / MANIFEST)
+            with holding(trash):
+                self._disk.remove_file(trash / MANIFEST)
         except OSError as error:
             # It is somebody else's: whole as it is, nobody would find it under that name, and no prune could remove it.
             if os.path.lexists(trash / MANIFEST) and self._place.put_back(trash, path):
@@ -314,6 +362,19 @@ class _Work:
             raise
         self._remove(trash)
         self._count(record.bytes, record.sequence)
+
+    def _remove(self, trash: Path) -> None:
+        if self._is_later:
+            self._how(trash)
+            return
+        there = through(trash)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), holding(there) as found:
+            # Somebody may have put another folder in its place.
+            if is_super_user() and found.st_uid not in self.owners:
+                raise OSError(errno.EPERM, _OF_ANOTHER, str(trash))
+            self._how(there)
+            return
+        self._how(there)
 
     def _why_not(self, folder: Path, name: str) -> str:
         if frozenset(rollback_numbers(self._root)) != self._rollbacks:

@@ -199,7 +199,7 @@ def _beat(path: Path, text: bytes, done: Flag, disk: Disk) -> None:
         # A file system that is away for a moment is no reason to stop.
         with contextlib.suppress(OSError):
             try:
-                os.utime(path)
+                os.utime(path, follow_symlinks=False)
             except FileNotFoundError:  # a prune that heard nothing of us for long took us for dead
                 if not over:
                     disk.create_whole_file(path, text)

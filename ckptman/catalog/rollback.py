@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from ckptman.catalog.tiers import read_tiers
 from ckptman.catalog.verified import read_verified
 from ckptman.catalog.writer_lock import claim
 from ckptman.errors import ConfigError, CorruptError, NotFoundError
-from ckptman.format.paths import step_folder
-from ckptman.io.durable_files import DISK, Disk
+from ckptman.format.manifest import Manifest
+from ckptman.format.paths import journal_path, step_folder
+from ckptman.io.durable_files import DISK, Disk, holding
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def plan_undo(root: Path) -> Change:
             f"{root}: step {again[0]} was saved again after the rollback to step {last.to_step}, so that "
             f"rollback cannot be undone: a restore(step=...) or ckptman export can still read what was abandoned"
         )
-    if not back:
+    if not back and last.abandoned:
         raise NotFoundError(f"{root}: no checkpoint is left of those that the last rollback abandoned")
     return Change(max(counting + back, key=lambda entry: entry.sequence), _each_once(back), last.id)
 
@@ -114,22 +115,30 @@ def execute(
     why: str,
     by: str,
     time_seconds: float,
+    highest: Callable[[Path, Iterable[Manifest]], int],
     job_id: str | None = None,
     disk: Disk = DISK,
 ) -> Change:
     """Make a plan while no run writes to the root, and write it down: it holds for all who look from then on.
 
-    Where there is nothing to leave behind, nothing is written. Raises: BusyError (a run is alive), and as the plans.
+    Nothing is written if neither the disk nor the memory of nodes can hold anything newer. `highest`: returns the
+    highest attempt number of the root, given its manifests. Raises: BusyError (a run is alive), and as
+    the plans.
     """
-    claimed = claim(root, "rollback", job_id, disk=disk)
-    try:
+    with holding(root, through_link=True), _claimed(root, job_id, disk):
         change = make()
         target = change.target
         # A prune that made its plan before this must not take what the run is to go on from.
         with reading(target.path, what="rollback", disk=disk) if target.in_folder else nullcontext():
             if target.in_folder and not target.path.exists():
                 raise NotFoundError(f"{target.path} was pruned meanwhile: ckptman list shows what is left")
-            if change.entries or change.undoes is not None:
+            everywhere = _everywhere(root)
+            manifests = [each.manifest for each in everywhere.list(abandoned=True) if each.manifest]
+            is_known = change.undoes is None and journal_path(root).exists()
+            begun = highest(root, manifests) if is_known else None
+            known = max((each.attempt or 0 for each in standing(read_rollbacks(root).values())), default=0)
+            # Without anything newer on disk, nodes may still have it in memory.
+            if change.entries or change.undoes is not None or begun is None or begun > known:
                 left = [Left(step=each.step, sequence=each.sequence, identity=each.identity) for each in change.entries]
                 rollback = Rollback(
                     id=os.urandom(8).hex(),
@@ -138,10 +147,19 @@ def execute(
                     why=why,
                     by=by,
                     abandoned=[] if change.undoes is not None else left,
+                    attempt=begun,
                     undoes=change.undoes,
                 )
                 hand_on([rollback], root, disk)
-                _everywhere(root).hand_on_all()
+                everywhere.hand_on_all()
         return change
+
+
+@contextmanager
+def _claimed(root: Path, job_id: str | None, disk: Disk) -> Iterator[None]:
+    """While this lasts, no run begins in the root. Raises: BusyError."""
+    claimed = claim(root, "rollback", job_id, disk=disk)
+    try:
+        yield
     finally:
         claimed.release()

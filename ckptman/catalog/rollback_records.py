@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptman.errors import CorruptError, RootError, plain
-from ckptman.format.manifest import FORMAT_VERSION, parse_versioned
+from ckptman.format.manifest import FORMAT_VERSION, Manifest, parse_versioned
 from ckptman.format.paths import parse_rollback, rollback_path, run_folder
 from ckptman.format.sealed_json import SealError, seal, unseal
 from ckptman.io.durable_files import DISK, Disk
@@ -46,6 +46,9 @@ class Rollback(BaseModel):
     why: str = ""
     by: str = ""
     abandoned: list[Left] = []
+    attempt: int | None = None
+    """The highest that had begun by then: what it or an earlier one has in memory is left behind, too. None: the
+    journal, which knows it, is gone, and the time has to do."""
     undoes: str | None = None
 
     def __str__(self) -> str:
@@ -92,6 +95,15 @@ def standing(rollbacks: Iterable[Rollback]) -> list[Rollback]:
 def abandoned_by(rollbacks: Iterable[Rollback]) -> dict[str, str]:
     """The identities of the checkpoints that rollbacks left behind, with which one did."""
     return {left.identity: str(each) for each in standing(rollbacks) for left in each.abandoned}
+
+
+def left_by(rollbacks: Iterable[Rollback], manifest: Manifest) -> Rollback | None:
+    """The rollback that a checkpoint in memory is older than; None: there is none. Clocks of hosts differ, so they are
+    asked only of a rollback that does not say which attempts had begun."""
+    for each in standing(rollbacks):
+        if manifest.attempt <= each.attempt if each.attempt is not None else each.time_seconds > manifest.time_seconds:
+            return each
+    return None
 
 
 def read_abandoned(root: Path) -> dict[str, str]:

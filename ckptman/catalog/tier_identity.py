@@ -8,7 +8,8 @@ the same moment one gets it. An object store that knows no condition of a put gi
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -19,9 +20,9 @@ from ckptman.catalog.backends.local import LocalBackend, answers
 from ckptman.catalog.catalog import Catalog
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, plain
 from ckptman.format.manifest import FORMAT_VERSION, parse_versioned
-from ckptman.format.paths import DOT, ROOT_ID, TIER_OF, outcome_path, run_folder
+from ckptman.format.paths import DOT, ROOT_ID, TIER_OF, outcome_path, run_folder, tiers_path
 from ckptman.format.sealed_json import SealError, seal, unseal
-from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk, holding, is_super_user, owner_of, stat_of
 
 _MOST_TEXT = 8192
 _OUTCOME = outcome_path(Path()).name
@@ -69,6 +70,43 @@ def read_mark(place: Backend) -> Whose | None:
     return _read(place, TIER_OF)
 
 
+def _refuse_other_owner(root: Path, place: Backend) -> None:
+    """Refuse, for the super-user, who may do anything to anybody, a tier of another owner than that of its root, or a
+    root whose files are not its owner's: whoever wrote them could have a third person's checkpoints deleted.
+
+    Raises: ConfigError.
+    """
+    if not is_super_user():
+        return
+    owner = stat_of(root).st_uid
+    said_by = {uid for path in (tiers_path(root), run_folder(root) / ROOT_ID) if (uid := owner_of(path)) is not None}
+    # He himself, where he has run it, as in a container.
+    if len(said_by) > 1 or not said_by <= {owner, 0}:
+        raise ConfigError(
+            f"{tiers_path(root)} and {ROOT_ID} beside it do not both belong to the owner of {root}, so root does not "
+            f"trust them: chown them to that owner, or do this as that user"
+        )
+    if (folder := folder_of(place)) is not None and stat_of(folder).st_uid not in {owner, *(said_by or {0})}:
+        raise ConfigError(
+            f"the tier {folder} and the root {root} belong to different users, so root copies and deletes nothing "
+            f"there: chown both to one user, or do this as the user of the root"
+        )
+
+
+def folder_of(place: Backend) -> Path | None:
+    """The folder that a place is, if it is one, and is there."""
+    folder = getattr(place, "root", None)
+    return folder if isinstance(folder, Path) and folder.exists() else None
+
+
+@contextmanager
+def keeping(place: Backend) -> Iterator[None]:
+    """While this lasts, what is done in a place is done in the one that was looked at. Raises: OSError."""
+    folder = folder_of(place)
+    with holding(folder, through_link=True) if folder is not None else nullcontext():
+        yield
+
+
 def check_tier(root: Path, place: Backend, run_ids: Collection[str] = ()) -> str | None:
     """Refuse a place that is the tier of another root, or a root itself. The identity that it is marked with, if any.
 
@@ -79,6 +117,7 @@ def check_tier(root: Path, place: Backend, run_ids: Collection[str] = ()) -> str
     Raises: ConfigError (a root may not use it), CkptmanError (it cannot be looked at).
     """
     place.check_there()
+    _refuse_other_owner(root, place)
     if (its := _read(place, ROOT_ID)) is not None:
         raise ConfigError(
             f"the tier {place.where} is the root of a run itself ({_run(its.run_id)}), and not filled from {root}: "

@@ -138,7 +138,7 @@ class Claim:
         while not self._done.wait(BEAT_SECONDS):
             # A file system that is away for a moment is no reason to die here: the next save will tell.
             with contextlib.suppress(OSError):
-                os.utime(owner_path(self.root, self._number))
+                os.utime(owner_path(self.root, self._number), follow_symlinks=False)
 
 
 def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK) -> Claim:

@@ -40,9 +40,10 @@ def _ignored_row(entry: Entry, why: str) -> tuple[str, ...]:
 
 
 def _is_stranger(entry: Entry) -> bool:
-    from ckptman.format.paths import like_step
+    from ckptman.format.paths import parse_step
 
-    return like_step(entry.path.name) is not None
+    parsed = parse_step(entry.path.name)
+    return parsed is None or parsed.kind in ("tmp", "old", "trash")
 
 
 def _leftover_row(action: str, leftover: Leftover) -> tuple[str, ...]:

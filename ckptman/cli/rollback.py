@@ -37,6 +37,7 @@ def rollback(
     unless it is asked for by its step. They stay on disk until ckptman prune takes them. Refused while a run is alive.
     """
     from ckptman.catalog.rollback import execute, plan_rollback, plan_undo
+    from ckptman.runtime.attempts import highest_attempt
 
     def make() -> Change:
         return plan_undo(root) if to_step is None else plan_rollback(root, to_step)
@@ -51,7 +52,7 @@ def rollback(
         from ckptman.catalog.pins import user_at_host
 
         job = os.environ.get("SLURM_JOB_ID")
-        change = execute(root, make, why=why, by=user_at_host(), time_seconds=now, job_id=job)
+        change = execute(root, make, why=why, by=user_at_host(), time_seconds=now, highest=highest_attempt, job_id=job)
         _note(root, change, why)
     if as_json:
         console.say_json(_as_dict(root, change, dry_run))
@@ -74,7 +75,10 @@ def _note(root: Path, change: Change, why: str) -> None:
 def _lines(change: Change, dry_run: bool, now: float) -> list[str]:
     action = "abandon" if change.undoes is None else "bring back"
     if not change.entries:
-        return [f"Nothing to abandon: step {change.target.step} is the newest checkpoint."]
+        return [
+            f"Nothing on disk to abandon: step {change.target.step} is the newest checkpoint there. What nodes have in "
+            f"memory is {'brought back' if change.undoes else 'abandoned'}, whatever its step."
+        ]
     rows = [
         (
             action,

@@ -104,6 +104,13 @@ def summary_lines(reports: Sequence[VerifyReport]) -> list[str]:
         open_.append(f"digests   {keep}; only what has a checksum of torch.save was compared")
     if covered := any("coverage" in report.levels for report in good):
         proved.append("coverage  each element of each tensor was saved exactly once")
+    replicas = {each.manifest.replicas for each in good if each.manifest is not None and each.manifest.world_size > 1}
+    if replicas == {"equal"}:
+        proved.append("replicas  what several ranks held was the same on all of them, as their run saw")
+    elif "differ" in replicas:
+        open_.append("replicas  ranks differed in what they should have alike, and parts of each were saved")
+    elif replicas:
+        open_.append("replicas  whether ranks held the same where one of them saved for all: nobody compared it")
     loads = {(size, _layout(report, size)) for report in good for size, each in report.loads.items() if each.is_proof}
     if loads:
         what = "was saved" if len(ours) == len(good) else "is on disk"

@@ -6,8 +6,10 @@ atomic for everybody who looks, and durable after `sync_folder` of the parent.
 What does not: nothing here protects against a disk that acknowledges a flush it did not make.
 
 In a root that several users may write to, somebody may put a link in place of a folder at any moment. A folder that is
-being written is therefore opened once (see `holding`), and while that lasts files in it are made in the folder that was
-opened, whatever has its name by then.
+being written is therefore opened once (see `holding`), and while that lasts what is made, renamed and removed in it is
+in the folder that was opened, whatever has its name by then. Nothing is changed behind a link that has the name of a
+checkpoint or of a run's own folder, and the super-user, who may do anything to anybody, follows no link of one user to
+a folder of another.
 
 Folders get the permissions that the user's umask leaves, or 0700 where `CKPTMAN_PRIVATE` is set to 1: then nobody else
 gets at what is in them, whatever permissions the files have.
@@ -21,8 +23,9 @@ import contextlib
 import ctypes
 import errno
 import os
-import shutil
-import sys
+import re
+import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,36 +46,141 @@ def folder_mode() -> int:
     return 0o700 if setting == "1" else 0o777
 
 
-_held: dict[Path, list[int]] = {}
-"""Folders that are held, with a descriptor for each who does. No lock: a process may fork at any moment."""
+RUN_FOLDER = ".ckptman"
+"""The name of the folder in a root with the run's own files."""
+_NEVER_LINKS = re.compile(rf"{re.escape(RUN_FOLDER)}|step-[0-9]{{10}}(\..+)?", re.ASCII | re.DOTALL)
+"""Names of folders in which nothing is changed if they are links: what they lead to is none of a root."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_MOST_LINKS = 40
+"""As the system has it."""
+
+
+class _Folder:
+    """An open folder. It is closed when the last who uses it has let it go, in whatever thread that is."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.fd)
+
+
+_held: dict[Path, list[_Folder]] = {}
+"""Folders that are held, once for each who does."""
+_turn = threading.Lock()
+
+
+def _forked() -> None:
+    global _turn
+    _turn = threading.Lock()  # somebody may have had it
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @contextlib.contextmanager
-def holding(folder: Path) -> Iterator[None]:
-    """While this lasts, what this process makes in a folder goes to the one that has its name now.
+def holding(folder: Path, *, through_link: bool = False) -> Iterator[os.stat_result]:
+    """While this lasts, what this process makes, renames and removes in a folder is in the one that has its name now.
+    Gives what the system says of it.
 
-    Raises: OSError, also where it is a link.
+    Raises: OSError, also where it is a link, unless `through_link`.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    fds = _held.setdefault(folder, [])
-    fds.append(fd)
+    if (held := _held_folder(folder)) is not None:
+        # Not dup(): who lists it would share the place with others.
+        mine = _Folder(os.open(".", _FOLDER, dir_fd=held.fd))
+    elif (parent := _held_folder(folder.parent)) is not None:
+        with named(folder):
+            mine = _Folder(os.open(folder.name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent.fd))
+    elif through_link:
+        mine = _Folder(_open_through_links(folder))
+    else:
+        mine = _Folder(os.open(folder, _FOLDER | os.O_NOFOLLOW))
+    with _turn:
+        _held.setdefault(folder, []).append(mine)
     try:
-        yield
+        yield os.fstat(mine.fd)
     finally:
-        fds.remove(fd)
-        if not fds and _held.get(folder) is fds:
-            del _held[folder]
-        os.close(fd)
+        with _turn:
+            _held[folder].remove(mine)
+            if not _held[folder]:
+                del _held[folder]
+
+
+def is_super_user() -> bool:
+    """Return whether this process may do anything to anybody. The user 0 of a user namespace may not."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        return Path("/proc/self/uid_map").read_text().split()[:2] == ["0", "0"]
+    except OSError:
+        return True
+
+
+def _open_through_links(folder: Path) -> int:
+    """Open a folder. For the super-user a link on the way counts only if it is his own, or what it leads to belongs to
+    whom the link belongs to: anybody else could have him work in there for them. Raises: OSError."""
+    if not is_super_user():
+        return os.open(folder, _FOLDER)
+    left: list[str | tuple[int, str]] = list(reversed(folder.absolute().parts[1:]))
+    at, links = os.open("/", _FOLDER), 0
+    try:
+        while left:
+            name = left.pop()
+            if isinstance(name, tuple):
+                owner, link = name
+                if owner not in (0, os.fstat(at).st_uid):
+                    told = f"{link} on the way is a link of a user who does not own it"
+                    raise OSError(errno.EPERM, told, str(folder))
+                continue
+            with named(folder):
+                found = os.stat(name, dir_fd=at, follow_symlinks=False)
+                if stat.S_ISLNK(found.st_mode):
+                    target, links = os.readlink(name, dir_fd=at), links + 1
+                    if links > _MOST_LINKS:
+                        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                    left.append((found.st_uid, name))  # looked at when the link was followed to its end
+                    left += reversed([each for each in target.split("/") if each])
+                    name = "/" if target.startswith("/") else "."
+                # On the way there what may be passed need not be readable.
+                is_last = not any(isinstance(each, str) for each in left)
+                fd = os.open(name, (_FOLDER if is_last else _FOLDER | os.O_PATH) | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = fd
+    except BaseException:
+        os.close(at)
+        raise
+    return at
 
 
 def check_held(folder: Path) -> None:
     """Raises: OSError where something else has the name of a folder that is held. One that is not held: nothing."""
-    fd = _fd_of(folder)
-    if fd is None:
+    if (mine := _held_folder(folder)) is None:
         return
-    held, there = os.fstat(fd), os.lstat(folder)
+    held, there = os.fstat(mine.fd), os.lstat(folder)
     if (held.st_dev, held.st_ino) != (there.st_dev, there.st_ino):
         raise OSError(errno.ESTALE, "something else was put in its place while it was written", str(folder))
+
+
+def owner_of(path: Path) -> int | None:
+    """Return the user id that something belongs to, by the folder that is held; None: there is nothing of that name."""
+    with contextlib.suppress(FileNotFoundError), _folder_of(path) as folder:
+        return os.stat(path if folder is None else path.name, dir_fd=folder, follow_symlinks=False).st_uid
+    return None
+
+
+def stat_of(folder: Path) -> os.stat_result:
+    """Return what the system says of a folder: of the one that is held, if it is. Raises: OSError."""
+    held = _held_folder(folder)
+    return folder.stat() if held is None else os.fstat(held.fd)
+
+
+def through(path: Path) -> Path:
+    """Return a path to something in a held folder that leads there whatever has the name of the folder by now. Where
+    the system has no such paths: the same."""
+    if (folder := _held_folder(path.parent)) is None:
+        return path
+    held = Path(f"/proc/self/fd/{folder.fd}")
+    return held / path.name if held.exists() else path
 
 
 def open_new(path: Path, flags: int) -> int:
@@ -80,23 +188,51 @@ def open_new(path: Path, flags: int) -> int:
 
     A file in a held folder of somebody else is not made: it would be read or changed before it counts.
     """
-    folder = _fd_of(path.parent)
-    if folder is None:
-        return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    with named(path):
+    with _folder_of(path) as folder:
+        if folder is None:
+            return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o666)
         fd = os.open(path.name, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666, dir_fd=folder)
         # Not the id of this process: servers map ids, but those of a file and of its folder alike.
-        if flags & os.O_EXCL and os.fstat(fd).st_uid != os.fstat(folder).st_uid:
+        if flags & os.O_EXCL and path.parent in _held and os.fstat(fd).st_uid != os.fstat(folder).st_uid:
             os.close(fd)
             os.unlink(path.name, dir_fd=folder)
             raise OSError(errno.EPERM, "its folder belongs to another user", str(path))
         return fd
 
 
-def _fd_of(folder: Path) -> int | None:
-    # The first is of who began, and ends last.
-    fds = _held.get(folder)
-    return fds[0] if fds else None
+def _held_folder(folder: Path) -> _Folder | None:
+    try:
+        return _held[folder][0]
+    except (KeyError, IndexError):
+        return None
+
+
+@contextlib.contextmanager
+def _folder_of(path: Path) -> Iterator[int | None]:
+    """Gives the folder that something is in where it is held, or is one that is never a link; None: go by its path.
+    An error of the system tells the whole path."""
+    folder = path.parent
+    held = _held_folder(folder)
+    if held is not None:
+        with named(path):
+            yield held.fd
+        return
+    if _NEVER_LINKS.fullmatch(folder.name) is None:
+        yield None
+        return
+    above = _held_folder(folder.parent)
+    with named(path):
+        try:
+            if above is None:
+                fd = os.open(folder, _FOLDER | os.O_NOFOLLOW)
+            else:
+                fd = os.open(folder.name, _FOLDER | os.O_NOFOLLOW, dir_fd=above.fd)
+        except NotADirectoryError:
+            raise OSError(errno.ENOTDIR, f"{folder} is no folder, or a link, which ckptman does not follow") from None
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
 
 @contextlib.contextmanager
@@ -117,7 +253,8 @@ class Disk:
 
     def make_folder(self, path: Path) -> None:
         """Make one new folder (see `folder_mode`). Raises FileExistsError."""
-        path.mkdir(folder_mode())
+        with _folder_of(path) as folder:
+            os.mkdir(path if folder is None else path.name, folder_mode(), dir_fd=folder)
 
     def make_folders(self, path: Path) -> None:
         """Make a folder and its parents where missing, each of them durable."""
@@ -127,6 +264,10 @@ class Disk:
             path = path.parent
         for folder in reversed(missing):
             folder.mkdir(folder_mode(), exist_ok=True)
+            if folder.name == RUN_FOLDER:
+                with _folder_of(folder / "any") as made:
+                    assert made is not None
+                    give_to_owner_of(folder.parent, made)
             self.sync_folder(folder.parent)
 
     def write_file(self, path: Path, data: bytes) -> None:
@@ -150,7 +291,11 @@ class Disk:
         temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
         try:
             self.write_file(temporary, data)
-            os.link(temporary, path)
+            with _folder_of(path) as folder:
+                if folder is None:
+                    os.link(temporary, path)
+                else:
+                    os.link(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         except FileExistsError:
             raise
         except OSError as error:
@@ -193,8 +338,8 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         """Flush a folder: the names in it survive a power cut."""
-        held = _fd_of(path)
-        fd = os.dup(held) if held is not None else os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        held = _held_folder(path)
+        fd = os.dup(held.fd) if held is not None else os.open(path, _FOLDER)
         try:
             os.fsync(fd)
         except OSError as error:
@@ -206,12 +351,11 @@ class Disk:
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file or folder another name, atomically. An existing file is replaced, a non-empty folder refused."""
-        of_source, of_target = _fd_of(source.parent), _fd_of(target.parent)
-        if of_source is None or of_target is None:
-            source.rename(target)
-            return
-        with named(source):
-            os.rename(source.name, target.name, src_dir_fd=of_source, dst_dir_fd=of_target)
+        with _folder_of(source) as of_source, _folder_of(target) as of_target:
+            if of_source is None or of_target is None:
+                source.rename(target)
+            else:
+                os.rename(source.name, target.name, src_dir_fd=of_source, dst_dir_fd=of_target)
 
     def link(self, path: Path, name: Path) -> None:
         """Give a file one more name, which nothing has yet. Raises FileExistsError."""
@@ -219,35 +363,66 @@ class Disk:
 
     def remove_file(self, path: Path) -> None:
         """Remove a file or a link; one that is gone already is no error."""
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError), _folder_of(path) as folder:
+            os.unlink(path if folder is None else path.name, dir_fd=folder)
 
     def remove_empty_folder(self, path: Path) -> None:
         """Remove a folder with nothing in it; one that is gone, or is in use by now, is no error."""
         try:
-            path.rmdir()
+            with _folder_of(path) as folder:
+                os.rmdir(path if folder is None else path.name, dir_fd=folder)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                 raise
 
     def remove_tree(self, path: Path) -> None:
         """Remove a folder and what is in it, or a file. Links are removed, never followed; gone already is no error."""
-        if path.is_symlink() or not path.is_dir():  # a pipe too, which shutil would wait for
-            self.remove_file(path)
-        elif sys.version_info >= (3, 12):
-            shutil.rmtree(path, onexc=_unless_gone)
-        else:
-            shutil.rmtree(path, onerror=lambda what, name, info: _unless_gone(what, name, info[1]))
+        # Somebody else may be removing the same tree.
+        with contextlib.suppress(FileNotFoundError), _folder_of(path) as above:
+            name = path if above is None else path.name
+            try:
+                fd = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
+            except OSError as error:
+                if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                    raise
+                os.unlink(name, dir_fd=above)
+                return
+            try:
+                held = _held_folder(path)  # it may have another name by now, and count
+                if held is not None and not os.path.samestat(os.fstat(held.fd), os.fstat(fd)):
+                    raise OSError(errno.ESTALE, "something else was put in its place", str(path))
+                _empty(fd)
+            finally:
+                os.close(fd)
+            os.rmdir(name, dir_fd=above)
+
+
+def _empty(folder: int) -> None:
+    with os.scandir(folder) as items:
+        names = {item.name: item.is_dir(follow_symlinks=False) for item in items}
+    for name, is_folder in names.items():
+        with contextlib.suppress(FileNotFoundError):
+            if not is_folder:
+                os.unlink(name, dir_fd=folder)
+                continue
+            fd = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            try:
+                _empty(fd)
+            finally:
+                os.close(fd)
+            os.rmdir(name, dir_fd=folder)
 
 
 def remove_by_file(folder: Path, disk: Disk, before_each: Callable[[], object]) -> None:
     """Remove a folder, with a call before each file. Links are removed, never followed. Raises: OSError."""
-    with contextlib.suppress(FileNotFoundError):
-        if folder.is_dir() and not folder.is_symlink():
-            with os.scandir(folder) as items:
-                names = [item.name for item in items if not item.is_dir(follow_symlinks=False)]
-            for name in names:
-                before_each()
-                disk.remove_file(folder / name)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), holding(folder):
+        with os.scandir(_held[folder][0].fd) as items:
+            names = [item.name for item in items if not item.is_dir(follow_symlinks=False)]
+        for name in names:
+            before_each()
+            disk.remove_file(folder / name)
+        disk.remove_tree(folder)
+        return
     disk.remove_tree(folder)
 
 
@@ -256,10 +431,12 @@ _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int6
 DISK = Disk()
 
 
-def _unless_gone(what: object, name: object, error: BaseException) -> None:
-    # Somebody else may be removing the same tree.
-    if not isinstance(error, FileNotFoundError):
-        raise error
+def give_to_owner_of(folder: Path, fd: int) -> None:
+    """What the super-user makes in somebody's root must not keep them from it."""
+    if os.geteuid() == 0:
+        with contextlib.suppress(OSError):
+            its = stat_of(folder)
+            os.fchown(fd, its.st_uid, its.st_gid)
 
 
 def _write(fd: int, data: bytes) -> None:

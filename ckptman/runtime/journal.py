@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.errors import NotFoundError, masked
-from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk, give_to_owner_of, open_new
 from ckptman.io.safe_open import read_end
 
 ROTATE_BYTES = 24 * 1024 * 1024
@@ -121,11 +121,13 @@ class Journal:
         if self._fd is None:
             self._disk.make_folders(self.path.parent)
             # Not through a link, and not to a pipe: nobody may have us write to what is none of ours, or wait.
-            fd = os.open(self.path, _OPEN | os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            fd = open_new(self.path, _OPEN | os.O_RDWR | os.O_APPEND)
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 os.close(fd)
                 raise OSError(errno.EINVAL, "it is not a file", str(self.path))
+            if not found.st_size:
+                give_to_owner_of(self.path.parent, fd)
             self._torn = found.st_size > 0 and os.pread(fd, 1, found.st_size - 1) != b"\n"
             self._fd = fd
         return self._fd

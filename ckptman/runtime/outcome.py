@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ckptman.errors import ConfigError, CorruptError, masked
+from ckptman.format.paths import outcome_path
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_regular
 
@@ -94,6 +95,12 @@ def read_outcome(path: Path) -> Outcome | None:
     if fields["state"] not in get_args(State):
         raise _garbage(path, f"state is {fields['state']!r}")
     return Outcome(**fields)
+
+
+def own_outcome(root: Path) -> Outcome | None:
+    """Read the outcome in a root; None if there is none, or links lead elsewhere. Raises: CorruptError, OSError."""
+    path = outcome_path(root)
+    return None if path.is_symlink() or path.parent.is_symlink() else read_outcome(path)
 
 
 def attempt_number(environ: Mapping[str, str]) -> int:

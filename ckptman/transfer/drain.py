@@ -18,7 +18,7 @@ from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.backends.drafts import BusyCopyingError
 from ckptman.catalog.catalog import Catalog, Entry, mark
 from ckptman.catalog.rollback_records import Rollback, abandoned_by, hand_on, read_rollbacks
-from ckptman.catalog.tier_identity import check_tier, make_identity, mark_tier, read_identity
+from ckptman.catalog.tier_identity import check_tier, keeping, make_identity, mark_tier, read_identity
 from ckptman.catalog.tiers import (
     Holding,
     holding_of,
@@ -171,8 +171,10 @@ def carry_out(
             with options_for(task) as how:
                 over = replace(how, overwrite=how.overwrite or task.over)
                 place = open_tier(task.tier)
-                check_tier(root, place)  # again: it may be hours since that was planned
-                yield Drained(task, copy_checkpoint(task.entry, place, over))
+                with keeping(place):
+                    check_tier(root, place)  # again: it may be hours since that was planned
+                    copied = Drained(task, copy_checkpoint(task.entry, place, over))
+                yield copied
             fuller[task.tier] = task
         except CkptmanError as error:
             if isinstance(error, CorruptError):  # so that it is not read again by each drain
@@ -182,7 +184,10 @@ def carry_out(
             yield Drained(task, error=error, busy=isinstance(error, BusyCopyingError))
     for tier, task in fuller.items():
         try:
-            prune_tier(tier, open_tier(tier))
+            place = open_tier(tier)
+            with keeping(place):
+                check_tier(root, place)
+                prune_tier(tier, place)
         except CkptmanError as error:
             yield Drained(task, error=error)
         except OSError as error:

@@ -31,7 +31,7 @@ from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.node_memory import InMemory, NodeMemory, Part, found_in
 from ckptman.catalog.catalog import look_at
 from ckptman.catalog.reader_lease import lease, look
-from ckptman.catalog.rollback_records import read_rollbacks, standing
+from ckptman.catalog.rollback_records import left_by, read_rollbacks
 from ckptman.catalog.writer_lock import claim
 from ckptman.errors import BusyError, CkptmanError, CorruptError, NotFoundError, RootError
 from ckptman.format.manifest import FORMAT_VERSION, MOST_BYTES, Manifest, parse_manifest, parse_versioned
@@ -158,7 +158,7 @@ class _Flush:
         self._nonce, self._own, self._uid = "", root, -1
         """Of its lease, which says that it is alive; of its own folder there, and who owns that."""
         self._on_disk = self._newest_on_disk()
-        self._rolled_back = self._last_rollback()
+        self._rollbacks = [*read_rollbacks(self._root).values()]
         self._told: dict[str, tuple[object, _Offer]] = {}
         self._seen = {memory.node}
         self._touched: list[int] = []
@@ -271,7 +271,7 @@ class _Flush:
             entry = look_at(self._root / step_folder(step), step)
             if entry.complete:
                 self._on_disk = max(self._on_disk, (entry.require_manifest().attempt, step))
-            if found.order > self._on_disk and found.manifest.time_seconds >= self._rolled_back:
+            if found.order > self._on_disk and left_by(self._rollbacks, found.manifest) is None:
                 candidates.append(_Candidate(found, draft, there))
         return candidates
 
@@ -293,9 +293,6 @@ class _Flush:
     def _newest_on_disk(self) -> tuple[int, int]:
         entries = [each for each in self._place.list() if each.complete]
         return max(((each.require_manifest().attempt, each.step) for each in entries), default=_NOTHING)
-
-    def _last_rollback(self) -> float:
-        return max((each.time_seconds for each in standing(read_rollbacks(self._root).values())), default=0.0)
 
     # ---- waiting for others ------------------------------------------------------------------------------------
 
@@ -447,7 +444,7 @@ class _Flush:
         held = claim(self._root, manifest.run_id, os.environ.get("SLURM_JOB_ID"), disk=self._disk)
         try:
             # Who had the claim before may have committed it, or a newer one; or rolled back.
-            self._on_disk, self._rolled_back = self._newest_on_disk(), self._last_rollback()
+            self._on_disk, self._rollbacks = self._newest_on_disk(), [*read_rollbacks(self._root).values()]
             (still,) = self._candidates({self._nonce: [Part(manifest.step, manifest, {})]}) or (None,)
             if still is None or still.left:
                 return
@@ -472,7 +469,7 @@ class _Flush:
             why = f"{self._memory.node} holds nothing of it in memory"
         elif is_unsure and not self._manifests:
             why = "what is in memory was not complete when the run ended"
-        elif any(each.time_seconds < self._rolled_back for each in self._manifests.values()):
+        elif any(left_by(self._rollbacks, each) is not None for each in self._manifests.values()):
             why = "what is in memory is older than the last rollback"
         else:
             why = f"step {step} on disk is the same as in memory, or newer"

@@ -11,6 +11,7 @@ from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import plan_prune
 from ckptman.errors import CkptmanError
+from ckptman.format.paths import data_name
 from tests.helpers.faulty_disk import Death, Fault, FaultyDisk, faults, holds, save
 
 
@@ -30,8 +31,8 @@ def failing_save_over(root, operation, count, when):
 def test_an_abandoned_draft_is_removed_or_left_for_prune(tmp_path):
     place = LocalBackend(tmp_path, FaultyDisk(Fault(1, "midway", errno.EIO)))
     draft = place.begin("step-0000000100", "0123abcd-1")
-    (Path(draft) / "a").touch()
-    (Path(draft) / "b").touch()
+    for rank in range(2):
+        (Path(draft) / data_name(rank)).touch()
     with pytest.warns(RuntimeWarning, match=r"could not be removed .*ckptman prune will"):
         place.abandon(draft)
     assert [each.path.name for each in plan_prune(tmp_path, None).leftovers] == ["step-0000000100.tmp-0123abcd-1"]

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -23,14 +24,14 @@ from ckptman.catalog.writer_lock import claim, this_process
 from ckptman.cli.app import main
 from ckptman.errors import NotFoundError
 from ckptman.format.manifest import read_manifest
-from ckptman.format.paths import lease_path, outcome_path, owner_path, rollback_path, run_folder
+from ckptman.format.paths import data_name, lease_path, outcome_path, owner_path, rollback_path, run_folder, step_folder
 from ckptman.integrity.folder_check import verify_folder
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.saving import retention_runner
 from ckptman.saving.retention_runner import RetentionRunner
-from tests.helpers.checkpoints import steps_of
+from tests.helpers.checkpoints import commit, steps_of
 from tests.helpers.faulty_disk import holds, rewrite, save
 
 NAME = "step-0000000100"
@@ -170,7 +171,7 @@ def half_written(root, pid):
 def test_leftovers_say_why_and_how_much(tmp_path):
     save(tmp_path, 100, b"x" * 1000)
     names = litter(tmp_path, "deadbeef")
-    (tmp_path / names[1] / "link").symlink_to(tmp_path)
+    (tmp_path / names[1] / data_name(7)).symlink_to(tmp_path)
     bytes_of_one = sum(path.stat().st_size for path in (tmp_path / NAME).iterdir())
     found = find_leftovers(tmp_path)
     assert [each.reason for each in found] == [
@@ -235,11 +236,12 @@ def test_leftovers_that_are_no_folders(tmp_path, kind):
     save(elsewhere, 1)
     save(root, 100)
     (root / f"{NAME}.{kind}-0000000a").symlink_to(elsewhere)
-    (root / f"{NAME}.{kind}-0000000b").write_bytes(b"1234")
+    (root / f"{NAME}.{kind}-0000000b").touch()
     (root / f"{NAME}.{kind}-0000000c").symlink_to("nowhere")
-    assert plan_prune(root, None).leftovers[1].bytes == 4
+    (root / f"{NAME}.{kind}-0000000d").write_bytes(b"of somebody")
+    assert len(plan_prune(root, None).leftovers) == 3
     clear(root)
-    assert names_in(root) == [NAME]
+    assert names_in(root) == [NAME, f"{NAME}.{kind}-0000000d"]
     assert steps(elsewhere) == [1]
 
 
@@ -472,3 +474,81 @@ def test_what_is_removed_while_a_run_plans_is_no_leftover(root, monkeypatch):
     claimed.release()
     assert {each["event"] for each in read_journal(root / "journal.jsonl")[0]} == {"pruned"}
     assert names_in(root) == ["journal.jsonl", "step-0000000400"]
+
+
+def test_a_root_that_is_exchanged_meanwhile_costs_nobody_else_anything(tmp_path, monkeypatch):
+    """Who may write to the folder of the root has its name lead to another one, whose checkpoints are the same."""
+    victim, mine = tmp_path / "victim", tmp_path / "mine"
+    for step in (10, 20, 30):
+        commit(victim, step)
+    shutil.copytree(victim, mine)
+
+    class Exchanging(Disk):
+        """At the first rename, and at each one after it."""
+
+        def rename(self, source, target):
+            if not mine.is_symlink():
+                os.rename(mine, tmp_path / "moved")  # noqa: PTH104
+                mine.symlink_to(victim)
+            super().rename(source, target)
+
+    with contextlib.suppress(OSError):
+        execute(mine, plan_prune(mine, KeepLast(1)), "x", Exchanging())
+    assert sorted(holds(victim)) == [10, 20, 30]
+
+    mine.unlink()
+    (tmp_path / "moved").rename(mine)
+    plan = plan_prune(mine, KeepLast(1))
+    mine.rename(tmp_path / "moved")
+    mine.symlink_to(victim)
+    with pytest.raises(OSError, match="something else was put in its place since it was looked at"):
+        execute(mine, plan, "x")
+    assert sorted(holds(victim)) == [10, 20, 30]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the super-user may give a folder to another one")
+def test_the_super_user_takes_only_what_belongs_to_the_owner_of_the_root(tmp_path):
+    for step in (10, 20, 30):
+        commit(tmp_path, step)
+    os.chown(tmp_path / step_folder(10), 4321, -1)
+    pruned = execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "x")
+    assert pruned.spared == {1: "it belongs to another user than its root"}
+    assert sorted(holds(tmp_path)) == [10, 30]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the super-user may give a folder to another one")
+@pytest.mark.parametrize("whose", ["their run's", "his own"])
+def test_the_super_user_takes_what_was_saved_in_the_root_for_its_owner(tmp_path, whose):
+    """In a container he trains in a folder of the user; and a project's folder may be his, with runs of users in it."""
+    run_folder(tmp_path).mkdir()
+    for step in (10, 20, 30):
+        commit(tmp_path, step)
+    for path in [tmp_path] if whose == "his own" else [run_folder(tmp_path), *tmp_path.glob("step-*")]:
+        os.chown(path, 4321, -1)
+    execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "x")
+    assert sorted(holds(tmp_path)) == [30]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the super-user may give a folder to another one")
+def test_leftovers_of_another_user_stay_and_are_named(tmp_path):
+    commit(tmp_path, 10)
+    folder, half = tmp_path / f"{step_folder(5)}.tmp-0123abcd", run_folder(tmp_path) / "notes.tmp-12-0123abcd"
+    for path in (folder, run_folder(tmp_path)):
+        path.mkdir()
+    half.write_text("x")
+    for path in (folder, half):
+        os.chown(path, 4321, -1)
+    plan = plan_prune(tmp_path, None)
+    assert plan.leftovers == []
+    assert [why for _, why in plan.ignored] == ["it belongs to another user than its root"]
+    execute(tmp_path, replace(plan, leftovers=find_leftovers(tmp_path)), "x")
+    assert folder.is_dir()
+    assert half.exists()
+
+
+def test_a_root_behind_a_link_is_pruned(tmp_path):
+    for step in (10, 20):
+        commit(tmp_path / "there", step)
+    (tmp_path / "here").symlink_to(tmp_path / "there")
+    execute(tmp_path / "here", plan_prune(tmp_path / "here", KeepLast(1)), "x")
+    assert sorted(holds(tmp_path / "there")) == [20]

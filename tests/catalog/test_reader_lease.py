@@ -206,10 +206,10 @@ class Beats:
         monkeypatch.setattr(lease_module, "BEAT_SECONDS", 0.01)
         monkeypatch.setattr(lease_module.os, "utime", self)
 
-    def __call__(self, path):
+    def __call__(self, path, **options):
         try:
             self.before()
-            self._utime(path)
+            self._utime(path, **options)
         finally:
             with self._turn:
                 self.count += 1

@@ -22,6 +22,7 @@ from ckptman.format.manifest import Nonfinite
 from ckptman.format.paths import journal_path, rollback_path, run_folder
 from ckptman.io.durable_files import DISK
 from ckptman.policies.retention import KeepLast
+from ckptman.runtime.attempts import highest_attempt
 from ckptman.runtime.journal import read_journal
 from tests.helpers.checkpoints import commit, steps_of
 from tests.helpers.faulty_disk import Death, FaultyDisk, faults, save
@@ -36,11 +37,19 @@ def root(tmp_path):
 
 
 def back(root, step, why="", disk=DISK):
-    return execute(root, partial(plan_rollback, root, step), why=why, by="me@here", time_seconds=1.0, disk=disk)
+    return execute(
+        root,
+        partial(plan_rollback, root, step),
+        why=why,
+        by="me@here",
+        time_seconds=1.0,
+        highest=highest_attempt,
+        disk=disk,
+    )
 
 
 def undo(root):
-    return execute(root, partial(plan_undo, root), why="", by="me@here", time_seconds=2.0)
+    return execute(root, partial(plan_undo, root), why="", by="me@here", time_seconds=2.0, highest=highest_attempt)
 
 
 def steps(root, **more):
@@ -50,14 +59,15 @@ def steps(root, **more):
 def test_what_is_newer_is_abandoned_and_stays_where_it_is(root):
     before = sorted(path.name for path in root.iterdir())
     assert back(root, 50).entries == []
-    assert read_rollbacks(root) == {}, "a rollback to the newest changes nothing"
+    [left] = read_rollbacks(root).values()
+    assert left.abandoned == [], "but nodes may have newer ones in memory"
     assert steps_of(back(root, 20, "the loss exploded").entries) == [30, 40, 50]
     assert steps(root) == [10, 20]
     assert sorted(path.name for path in root.iterdir() if path.name != ".ckptman") == before
     left = {entry.step: entry.abandoned for entry in Catalog(root).scan(abandoned=True)}
     assert left == {10: "", 20: "", **dict.fromkeys((30, 40, 50), "by the rollback to step 20 (the loss exploded)")}
     assert Catalog(root).entry(40).abandoned
-    (rollback,) = read_rollbacks(root).values()
+    (_, rollback) = read_rollbacks(root).values()
     assert (rollback.to_step, rollback.by, [each.sequence for each in rollback.abandoned]) == (20, "me@here", [3, 4, 5])
 
 
@@ -304,7 +314,7 @@ def test_the_command_says_what_is_wrong(root, ckptman_says):
     ckptman_says("rollback", root, "--undo", code=3)
     assert not run_folder(root).exists()
     told = ckptman_says("rollback", root, "--to-step", "50")
-    assert told == "Nothing to abandon: step 50 is the newest checkpoint.\n"
+    assert told.startswith("Nothing on disk to abandon: step 50 is the newest checkpoint there. What nodes have in")
     told = json.loads(ckptman_says("rollback", root, "--to-step", "40", "--json"))
     assert (told["step"], [each["step"] for each in told["abandoned"]]) == (40, [50])
     assert "abandoned      by the rollback to step 40" in ckptman_says("show", root, "--step", "50")

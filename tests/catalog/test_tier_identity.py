@@ -1,6 +1,7 @@
 """Whose a tier is: two runs never restore from, prune or fill each other's, and one that has lost its root goes on."""
 
 import errno
+import os
 import shutil
 
 import pytest
@@ -9,7 +10,7 @@ import ckptman
 from ckptman.catalog.backends.backend import open_backend
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.tiered import TieredBackend
-from ckptman.catalog.tier_identity import mark_tier, read_identity, read_mark
+from ckptman.catalog.tier_identity import check_tier, mark_tier, read_identity, read_mark
 from ckptman.catalog.tiers import claim_tiers, write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, CorruptError
@@ -17,7 +18,8 @@ from ckptman.format.paths import DOT, ROOT_ID, TIER_OF
 from ckptman.io.durable_files import Disk
 from ckptman.policies.retention import KeepLast
 from ckptman.policies.tiers import Tier
-from ckptman.transfer.drain import plan_drain
+from ckptman.transfer import drain
+from ckptman.transfer.drain import copy_checkpoint, plan_drain
 from tests.catalog.test_tiers import steps
 from tests.end_to_end.test_tiers import drains_here, run
 from tests.helpers.checkpoints import commit
@@ -193,3 +195,49 @@ def test_a_root_that_nobody_may_write_to_is_drained_all_the_same(a, far, monkeyp
     monkeypatch.setattr("ckptman.transfer.drain.make_identity", refuse)
     main(["drain", str(a), "--to", str(far)])
     assert steps(far) == [10]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the super-user may give a folder to another one")
+def test_the_super_user_who_trains_in_a_folder_of_a_user_is_his_own_word(tmp_path):
+    root, tier = tmp_path / "run", tmp_path / "tier"
+    root.mkdir()
+    os.chown(root, 4321, -1)
+    for _ in range(2):
+        with ckptman.Checkpointer(root, {"n": 0}, tiers=[ckptman.Tier(tier)], deadline=None) as checkpointer:
+            checkpointer.save(checkpointer.restore() + 1)
+    assert steps(tier) == [1, 2]
+    os.chown(tier, 4321, -1)
+    check_tier(root, LocalBackend(tier))
+
+
+def test_a_tier_that_is_exchanged_after_the_last_copy_is_not_pruned(tmp_path, monkeypatch):
+    root, tier, victim = tmp_path / "run", tmp_path / "tier", tmp_path / "victim"
+    for step in (10, 20, 30):
+        commit(victim, step)
+        commit(root, step)
+
+    def exchange(*arguments):
+        copied = copy_checkpoint(*arguments)
+        if not tier.is_symlink():
+            tier.rename(tmp_path / "moved")
+            tier.symlink_to(victim)
+        return copied
+
+    monkeypatch.setattr(drain, "copy_checkpoint", exchange)
+    main(["drain", str(root), "--to", str(tier), "--keep-last", "1"])
+    assert steps(victim) == [10, 20, 30]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the super-user may give a folder to another one")
+@pytest.mark.parametrize("whose", ["tier", "tiers.json", "root.json"])
+def test_the_super_user_takes_nobodys_word_for_what_is_anothers(tmp_path, whose):
+    root, tier = tmp_path / "run", tmp_path / "tier"
+    with ckptman.Checkpointer(root, {"n": 0}, tiers=[ckptman.Tier(tier)], deadline=None) as checkpointer:
+        checkpointer.save(1)
+    path = tier if whose == "tier" else root / ".ckptman" / whose
+    os.chown(path, 4321, -1)
+    place = LocalBackend(tier)
+    with pytest.raises(ConfigError, match=r"root .*chown .*, or do this as"):
+        check_tier(root, place)
+    os.chown(path, root.stat().st_uid, -1)
+    check_tier(root, place)

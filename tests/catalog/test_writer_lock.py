@@ -178,9 +178,9 @@ def test_an_owner_on_another_host_that_leaves_while_we_watch(tmp_path, monkeypat
 def test_an_owner_touches_its_claim_until_it_is_released(tmp_path, monkeypatch):
     beats, touch = threading.Semaphore(0), os.utime
 
-    def beat(path):
+    def beat(path, **options):
         try:
-            touch(path)
+            touch(path, **options)
         finally:
             beats.release()
 

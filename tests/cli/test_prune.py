@@ -383,6 +383,39 @@ def test_copies_that_people_made_are_no_leftovers(root, pruned):
     assert names_in(root) == {step_folder(300), *own}
 
 
+@pytest.mark.parametrize("kind", ["tmp", "trash"])
+@pytest.mark.parametrize(
+    ("content", "other"),
+    [
+        ({"thesis.tex": b"x"}, "thesis.tex"),
+        ({"__0_0.distcp": b"x", "notes.txt": b"x"}, "notes.txt"),
+        ({"index.json": b"x", "a/b": b"x"}, "a"),
+    ],
+)
+def test_a_name_of_ours_makes_nothing_a_leftover(root, pruned, kind, content, other):
+    path = root / f"{step_folder(200)}.{kind}-1a2b3c4d-7"
+    for name, data in content.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+    found = pruned(root, "--keep-last", "1")
+    assert {name: (path / name).read_bytes() for name in content} == content
+    [ignored] = found["ignored"]
+    assert ignored["why"] == f"{other} in it is nothing that ckptman wrote: move it away"
+    for name in ("thesis.tex", "notes.txt", "a/b"):
+        (path / name).unlink(missing_ok=True)
+    shutil.rmtree(path / "a", ignore_errors=True)
+    assert pruned(root, "--keep-last", "1")["ignored"] == []
+    assert names_in(root) == {step_folder(300)}
+
+
+def test_what_was_put_beside_a_checkpoint_outlives_a_save_over_it(root):
+    (root / step_folder(200) / "eval.json").write_text("{}")
+    commit(root, 200)
+    [aside] = [each for each in root.iterdir() if ".old-" in each.name]
+    assert (aside / "eval.json").read_text() == "{}"
+    assert not (root / step_folder(200) / "eval.json").exists()
+
+
 # ---- pins ------------------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from ckptman.cli.app import main
 from ckptman.cli.verify import parse_mesh, parse_world_sizes
 from ckptman.errors import CkptmanError, CorruptError
 from ckptman.format.index import Index
-from ckptman.format.manifest import FileRecord
+from ckptman.format.manifest import FileRecord, read_manifest
 from ckptman.format.paths import CHUNKS, INDEX
 from ckptman.io import file_reader
 from ckptman.io.checksums import digest_bytes
@@ -99,10 +99,28 @@ def test_a_good_one_is_proved_and_said_to_be(tmp_path, ends):
         "  digests   every byte of every file is the byte that was saved",
         "  coverage  each element of each tensor was saved exactly once",
         "Not proved",
+        "  replicas  whether ranks held the same where one of them saved for all: nobody compared it",
         "  loading   on other numbers of processes: --world-size 1,2,8",
         "  meaning   that what was saved was worth saving",
     ]
     assert told.err == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        ("equal", "  replicas  what several ranks held was the same on all of them, as their run saw"),
+        ("differ", "  replicas  ranks differed in what they should have alike, and parts of each were saved"),
+    ],
+)
+def test_it_says_what_a_run_saw_of_its_replicas(tmp_path, ends, found, line):
+    entry = commit(tmp_path, 100)
+    path = entry.path / "manifest.json"
+    path.write_bytes(read_manifest(entry.path).model_copy(update={"replicas": found}).to_json())
+    lines = ends(0, "verify", tmp_path).out.splitlines()
+    assert (lines.index(line) < lines.index("Not proved")) == (found == "equal")
+    [told] = json.loads(ends(0, "verify", tmp_path, "--json").out)["checkpoints"]
+    assert told["replicas"] == found
 
 
 def test_all_of_a_root_are_looked_at_whatever_the_first_ones_are(tmp_path, ends):

@@ -23,6 +23,7 @@ from ckptman.format.manifest import Nonfinite, read_manifest
 from ckptman.format.paths import step_folder
 from ckptman.io.durable_files import Disk
 from ckptman.policies.retention_rules import KeepLast
+from ckptman.runtime.attempts import highest_attempt
 from ckptman.transfer import flush as flushing
 from ckptman.transfer.flush import Flushed, flush
 from tests.faults.powercut import Flushes, survive, watched
@@ -196,7 +197,15 @@ def test_what_is_on_disk_already_or_was_rolled_back_is_left_where_it_is(tmp_path
     assert flush(root, memories["a"]) == Flushed(130, "step 130 on disk is the same as in memory, or newer")
     commit(root, 90)
     hold(memories["a"], commit(tmp_path / "made", 140, ranks=4).path, range(4))
-    roll_back(root, lambda: plan_rollback(root, 130), why="", by="", time_seconds=time.time(), job_id=None)
+    roll_back(
+        root,
+        lambda: plan_rollback(root, 130),
+        why="",
+        by="",
+        time_seconds=time.time(),
+        highest=highest_attempt,
+        job_id=None,
+    )
     assert flush(root, memories["a"]) == Flushed(130, "what is in memory is older than the last rollback")
     assert set(holds(root)) == {130}
 

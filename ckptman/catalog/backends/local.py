@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.catalog import Catalog, Entry
-from ckptman.catalog.overwrite import may_be_replaced
+from ckptman.catalog.overwrite import may_be_replaced, strangers_in
 from ckptman.catalog.pins import read_pin
 from ckptman.catalog.reader_lease import lease, look, reading
 from ckptman.catalog.rollback_records import Rollback, hand_on, read_abandoned, read_rollbacks
@@ -70,7 +70,10 @@ def answers(folder: Path) -> bool:
 
 
 def check_expanded(path: Path) -> None:
-    """Refuse a `~` or `$NAME` that no shell expanded: a folder of that name invites `rm -r ~`. Raises: ConfigError."""
+    """Refuse a `~` or `$NAME` that no shell expanded: a folder of that name invites `rm -r ~`. And bytes that are no
+    UTF-8, which have no place in a manifest. Raises: ConfigError."""
+    if not os.fsencode(path).isascii() and str(path).encode(errors="replace").decode() != str(path):
+        raise ConfigError(f"the path {str(path)!r} is not valid UTF-8: name another one, or rename its folders")
     if not re.search(r"[~$]", str(path)) or os.path.lexists(path):
         return
     given = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path  # made absolute meanwhile
@@ -334,6 +337,8 @@ class LocalBackend:
                 return
         # The new checkpoint is committed: trouble with the old one must not fail the save.
         try:
+            if strangers_in(aside):  # somebody put it there, and prunes tell of it
+                return
             self.remove(aside, name, tag)
         except OSError as error:
             _warn_of_left(aside, error)

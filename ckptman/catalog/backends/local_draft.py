@@ -289,7 +289,8 @@ def receive_in_folder(place: LocalBackend, facts: SourceInfo) -> Iterator[Folder
     try:
         place.make()
         names = [f"{facts.name}.tmp-copy-{facts.tag}", facts.name]
-        with lease(place.root, names, what="copy", disk=place.disk) as nonce:
+        held = holding(place.root, through_link=True)
+        with held, lease(place.root, names, what="copy", disk=place.disk) as nonce:
             yield FolderDraft(place, facts, nonce)
     except CkptmanError:
         raise
