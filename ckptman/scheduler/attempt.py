@@ -31,6 +31,7 @@ from ckptman.scheduler.history import (
     settle,
     warned_too_late,
 )
+from ckptman.scheduler.lost_outcome import NO_ROOT
 from ckptman.scheduler.process_tree import forward_stop
 from ckptman.scheduler.signal_queue import ENDING, WARNING, SignalQueue, leave_it
 from ckptman.scheduler.slurm.batch_script import parse
@@ -182,7 +183,7 @@ class Supervisor:
 
     def _end(self, attempt: AttemptRecord, returncode: int) -> None:
         chain, now = self._chain, self._clock()
-        outcome = outcome_of(chain, attempt)
+        outcome = outcome_of(chain, attempt, returncode)
         ending: Ending
         ending, reason = judge(returncode, outcome)
         untold = outcome is None or outcome.state == "running"
@@ -201,6 +202,8 @@ class Supervisor:
             chain.turn("finished", decision.reason, now)
             self._cancel_successor()
         elif not decision.again:
+            if not any(end.root for end in chain.ends().values()):
+                self._say(NO_ROOT)
             self._stop(decision.reason)
         elif self._spec.mode == "requeue":
             if not self._ending:

@@ -19,6 +19,7 @@ from ckptman.runtime.measurements import save_seconds, start_up
 from ckptman.runtime.outcome import Outcome, read_outcome, reported_nodes
 from ckptman.scheduler.chain import gone_text, newest_sequence, spoilt_text
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, JobRecord
+from ckptman.scheduler.lost_outcome import find_outcome
 from ckptman.scheduler.slurm.commands import Job, Slurm
 
 AVOIDED_SECONDS = 86_400.0
@@ -89,13 +90,18 @@ def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> AttemptRe
     return None
 
 
-def outcome_of(chain: Chain, attempt: AttemptRecord) -> Outcome | None:
-    """Return what an attempt said of its end; None where it said nothing that can be read."""
+def outcome_of(chain: Chain, attempt: AttemptRecord, returncode: int | None = None) -> Outcome | None:
+    """Return what an attempt said of its end, to its chain or in its root; None: nothing that can be read."""
     try:
-        return read_outcome(chain.outcome_path(attempt.number))
+        outcome = read_outcome(chain.outcome_path(attempt.number))
     except CorruptError as error:
         chain.events.record("outcome not known", attempt=attempt.number, why=str(error))
         return None
+    if outcome is None:
+        roots = [end.root for end in chain.ends().values()]
+        below = Path(chain.spec.workdir)
+        outcome = find_outcome(below, reversed(roots), attempt.begun_seconds, returncode, attempt.job_id)
+    return outcome
 
 
 def note_end(

@@ -16,6 +16,7 @@ from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Attempt, decide
 from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV, read_outcome
 from ckptman.scheduler.chain import Say, gone_text, judge, newest_sequence, patient, spoilt_text
+from ckptman.scheduler.lost_outcome import NO_ROOT, find_outcome
 from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree, handles
 from ckptman.scheduler.signal_queue import ENDING, SignalQueue
 
@@ -84,12 +85,15 @@ def _run_attempts(
             outcome_file = chain_dir / f"outcome-{number}.json"
             marks = {ATTEMPT_ENV: str(number), OUTCOME_ENV: str(outcome_file), CHAIN_ENV: str(chain_dir)}
             record.begin(number)
+            begun_seconds = time.time()
             returncode = scheduler.run_attempt(command, {**os.environ, **marks})
             try:
                 outcome = read_outcome(outcome_file)
             except CorruptError as error:
                 outcome = None
                 tell(f"{error}; going by the exit code")
+            if outcome is None:
+                outcome = find_outcome(Path.cwd(), [root], begun_seconds, returncode)
             ending, reason = judge(returncode, outcome)
             root_before, root = root, outcome.root if outcome else root
             committed = before = attempts[-1].committed_sequence if attempts else 0
@@ -110,6 +114,8 @@ def _run_attempts(
             if ending == "stopped" and number == max_attempts:
                 return EXIT_AGAIN, f"no more than {max_attempts} attempts were allowed"
             if not following.again and scheduler.stop_asked() is None:
+                if not root:
+                    tell(NO_ROOT)
                 raise SchedulerError(f"the chain ends: {following.reason}. Remove the cause and submit again")
     tell(f"the chain ends, because {stop.name} asked for it: submit again to go on from the newest checkpoint")
     return EXIT_AGAIN, f"{stop.name} asked for it"

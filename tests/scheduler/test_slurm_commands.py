@@ -49,7 +49,23 @@ def test_directives_end_at_the_first_command():
     }
 
 
-@pytest.mark.parametrize("text", ["", "echo hello\n", "#!\n", "\n#!/bin/bash\n"])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is empty"),
+        (" \n\n", "is empty"),
+        ("#!/bin/bash\r\n#SBATCH --time=5\r\necho\r\n", r"DOS line breaks.*sed -i"),
+        ("#!/bin/bash\necho\r\n", "DOS line breaks"),
+        ("#!/bin/bash\necho \0\n", "NUL characters"),
+        ("#!/bin/bash\n#" + "x" * 4 * 1024 * 1024, "more than 4 MiB"),
+    ],
+)
+def test_what_sbatch_refuses_a_script_for_is_seen_here(text, told):
+    with pytest.raises(ConfigError, match=told):
+        parse(text, "train.sbatch")
+
+
+@pytest.mark.parametrize("text", ["echo hello\n", "#!\n", "\n#!/bin/bash\n"])
 def test_a_script_without_an_interpreter_is_refused(text):
     with pytest.raises(ConfigError, match="first line"):
         parse(text, "train.sbatch")

@@ -23,6 +23,8 @@ _SHORT = {
     "-D": "--chdir",
     "-x": "--exclude",
 }
+_MOST_BYTES = 4 * 1024 * 1024
+"""What Slurm takes, unless its MaxScriptSize says otherwise."""
 _DEFAULT_WARNING_SECONDS = 60
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
 _SIGNAL = re.compile(r"(?:(?P<flags>[RB]{1,2}):)?(?P<name>\w+)(?:@(?P<seconds>\d{1,9}))?", re.ASCII | re.IGNORECASE)
@@ -49,6 +51,8 @@ class Warned(NamedTuple):
 
 def parse(text: str, name: str) -> BatchScript:
     """Read a batch script as sbatch does: its directives end at the first command. Raises: ConfigError."""
+    if refused := _refused_by_sbatch(text):
+        raise ConfigError(f"{name}: {refused}")
     lines = text.splitlines()
     if not lines or not lines[0].startswith("#!") or not lines[0][2:].split():
         raise ConfigError(
@@ -67,6 +71,21 @@ def parse(text: str, name: str) -> BatchScript:
         except ValueError as error:
             raise ConfigError(f"{name}: {line}: {error}") from None
     return BatchScript(tuple(lines[0][2:].split(None, 1)), tuple(directives), options)
+
+
+def _refused_by_sbatch(text: str) -> str:
+    """Return what sbatch would refuse a script for, and how to mend it. It is given another file, and cannot see it."""
+    if not text.strip():
+        return "the batch script is empty: write the commands of the job into it"
+    if "\r\n" in text:
+        return "the batch script has DOS line breaks, which sbatch refuses: remove them (sed -i 's/\\r$//', dos2unix)"
+    if "\0" in text:
+        return "the batch script holds NUL characters, which sbatch refuses: save it as plain text"
+    if len(text.encode()) > _MOST_BYTES:
+        return (
+            f"the batch script has more than {_MOST_BYTES // 2**20} MiB, which Slurm refuses: keep data in other files"
+        )
+    return ""
 
 
 def batch_file(script: BatchScript, name: str, python: str, folder: str) -> str:

@@ -52,7 +52,7 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
     Raises: NotFoundError, ConfigError, ExistsError (a chain of the same script goes on).
     """
     try:
-        text = submission.script.read_text(encoding="utf-8")
+        text = submission.script.read_bytes().decode()  # with its line ends as they are
     except (FileNotFoundError, IsADirectoryError):
         raise NotFoundError(
             f"there is no batch script {submission.script}: name the file that you would give to sbatch, or run a "
