@@ -203,3 +203,18 @@ def run_torchrun() -> None:
         ) from None
     except RendezvousTimeoutError:
         raise RankLostError("fewer nodes came to the rendezvous than the run needs: the job ends") from None
+
+
+def loads_itself(module: torch.nn.Module) -> bool:
+    """Whether a module takes its part of a state dict by code that is not torch's."""
+    owner = next(kind for kind in type(module).__mro__ if "_load_from_state_dict" in vars(kind))
+    return not owner.__module__.startswith("torch.") or bool(module._load_state_dict_pre_hooks)
+
+
+def takes_more(module: torch.nn.Module) -> bool:
+    """Whether a load may hand a module entries that are neither parameters nor buffers: it has a load of its own, or
+    hooks in it. Those that FSDP2 adds look at parameters alone."""
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    return type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict or not all(
+        each.__module__.startswith("torch.distributed.fsdp._fully_shard") for each in hooks
+    )

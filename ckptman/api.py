@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ckptman.comm.control_group import AllRanks, Channel, RankFailed, failing_as
 from ckptman.comm.frozen import agree_on_frozen
 from ckptman.comm.replicas import compare_replicas
 from ckptman.errors import CommitError, warn_only
+from ckptman.format.manifest import Replicas
 from ckptman.io.durable_files import DISK
 from ckptman.loading.accepted import EVERYTHING, Accepted, Skipped
 from ckptman.loading.loader import load as load_checkpoint
@@ -28,8 +30,8 @@ from ckptman.state.named_state import Snapshot, snapshot
 from ckptman.state.wrappers import UnwrappedState, unwrap
 
 TIMEOUT_SECONDS = 1800.0
-_COMPARED: set[int] = set()
-"""Signatures of the states whose replicas were compared: the first save of each does that."""
+_COMPARED: dict[int, Replicas | None] = {}
+"""What the first save of each state found that compared its replicas, by the signature of the state."""
 
 
 @short_traceback
@@ -50,7 +52,7 @@ def save(
 
     Raises:
         ExistsError: `path` exists, and `overwrite` is False or it is not a checkpoint.
-        ConfigError: a value cannot be saved, a small tensor differs between ranks, or `path` is the name of another
+        ConfigError: a value cannot be saved, ranks have other tensors under one name, or `path` is the name of another
             step.
         CommitError: disk full, quota or an I/O error on any rank. Nothing is left of the save, and older checkpoints
             are untouched.
@@ -69,12 +71,13 @@ def save(
         with AllRanks[bool](channel) as is_new:
             shot = snapshot(state, channel.rank, strict=False)
             is_new.mine = signature_of(shot) not in _COMPARED
-        if any(is_new.all):
-            warning = compare_replicas(channel, shot, state)
-            _COMPARED.add(signature_of(shot))
-            if warning and channel.is_leader:
-                warn_only(warning)
         file = plan_save(shot, channel)
+        if any(is_new.all):
+            compared = compare_replicas(channel, shot, file.plan.shared, state)
+            _COMPARED[signature_of(shot)] = compared.replicas
+            for text in compared.warnings if channel.is_leader else ():
+                warn_only(text)
+        draft.info = replace(draft.info, replicas=_COMPARED[signature_of(shot)])
         _warn_of_refused(shot, file)
         CheckpointWriter(DISK).save(channel, draft, Content.of(shot, file, file.memory(shot)))
     except RankFailed as failed:

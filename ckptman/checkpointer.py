@@ -59,6 +59,7 @@ from ckptman.session.arguments import (
     step_number,
     total_step_number,
 )
+from ckptman.session.best_metrics import BestMetrics
 from ckptman.session.one_call import RunningCall, one_at_a_time
 from ckptman.session.open_root import OpenRoot, tell_left_open
 from ckptman.session.restorer import Restorer
@@ -71,9 +72,13 @@ from ckptman.session.step_consensus import Agreed, StepConsensus
 from ckptman.session.step_reporter import StepReporter
 from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import Setting, make_watchdog
-from ckptman.state.named_state import check_plain_values, is_settled
+from ckptman.state.asked_settings import asked_settings, replaced, texts_of
+from ckptman.state.grown_buffers import GrownBuffers
+from ckptman.state.named_state import Snapshot, check_plain_values, is_settled
 from ckptman.state.step_record import OptimizerHooks, Recorded, StepRecorder
-from ckptman.state.trainable import Trainable
+from ckptman.state.trainable import Trainable, module_of
+from ckptman.state.unsaved_values import SavedPlainValues, UnsavedValues, modules_of_user, optimizers_of_user
+from ckptman.state.way_back import refuse_one_way_modules
 from ckptman.state.wrappers import UnwrappedState
 
 _REGULAR = (None, EXIT_OK, EXIT_AGAIN)
@@ -285,6 +290,16 @@ class Checkpointer:
             in_memory = self._memory is not None and self._memory.restore.finds_any()
             self._ready = not (self._session.finds_checkpoints or in_memory)
             self._rehearsed = self._has_warned_of_nan = False
+            modules = (module for each in self._state.values() if (module := module_of(each)) is not None)
+            self._best_metrics = BestMetrics(keeps)
+            self._grown_buffers = GrownBuffers(self._state)
+            self._asked = texts_of(asked_settings(self._state))
+            """What the script asked of optimizers and schedules when the run began."""
+            self._unsaved_values = UnsavedValues(
+                lambda: modules_of_user(modules) | optimizers_of_user(self._state.values())
+            )
+            self._shot: Snapshot | None = None
+            """What was saved last, until the step ends."""
             self._last: _Step | None = None
             self._stepped = False
             self._pid = os.getpid()
@@ -403,6 +418,8 @@ class Checkpointer:
         beat()
         memory = self._memory.restore if self._memory is not None else None
         restorer = Restorer(self._control, self._backend, self._session, beat, accepted, prefer_finite, memory)
+        asked = asked_settings(self._state)
+        self._grown_buffers = GrownBuffers(self._state)  # what is made until now, a new process makes too
         with failing_as_one():
             if path is None or self._session.finds_checkpoints or restorer.finds_in_memory():
                 found = restorer.best(self._state, step, allow_suspect=allow_suspect)
@@ -412,6 +429,9 @@ class Checkpointer:
             accepted.check_keys(self._control, self._state)
             agree_on_frozen(self._control, self._state)
             self._session.tell(f"fresh start: {self.root} holds no checkpoint yet")
+        elif changes := replaced(asked, asked_settings(self._state), restorer.asked):
+            self._session.tell(f"{changes}, as saved: to use what the script asks for, set it after restore()")
+        self._asked = texts_of(asked) | {**restorer.asked}
         self._hooks.called_since()  # what a restore makes an optimizer do is no step of the training
         self._restored_from, self._ready = found, True
         self._last, self._stepped, self._rehearsed = None, False, False
@@ -490,6 +510,11 @@ class Checkpointer:
             self._watchdog.beat("step", step)
         if self._stop is None:
             self._consensus.ahead(step + stride)
+        if self._control.is_leader:
+            saved = SavedPlainValues(self._state, self._shot) if self._shot is not None else None
+            self._unsaved_values.end_step(is_saved=reason is not None, saved=saved)
+            self._best_metrics.note(step, metrics, is_saved=reason is not None)
+        self._shot = None
         return reason
 
     @short_traceback
@@ -514,6 +539,8 @@ class Checkpointer:
             each.note_step()
         self._save(step, metrics, reason)
         self._last, self._stepped = self._record(step, metrics), True
+        if self._control.is_leader:
+            self._best_metrics.note(step, metrics, is_saved=True)
         self.beat()
 
     @short_traceback
@@ -847,8 +874,9 @@ class Checkpointer:
             self._wait()
             self._saver.channel = Channel(self._timeout_seconds)
         self._plan(found)
+        self._shot = found.snapshot
         info = self._session.save_info(
-            self._control, step, reason, found.snapshot, self._restored_from, metrics, self._metadata
+            self._control, step, reason, found.snapshot, self._restored_from, metrics, self._metadata, self._asked
         )
         self._warn_of_nan(info.metrics or {})
         memory = self._memory.saves if to_memory and self._memory is not None else None
@@ -857,9 +885,12 @@ class Checkpointer:
         if memory is not None:
             self._timings.memory_saves.begins(step)
         try:
-            report = self._saver.save(state, found.snapshot, info, to_disk=to_disk, memory=memory)
+            report = self._saver.save(self._control, state, found.snapshot, info, to_disk=to_disk, memory=memory)
         except CommitError as error:
             self._account_for([], error)
+        except ConfigError:
+            self._timings.saves.failed()
+            raise
         else:
             self._account_for([report] if report is not None else [], None)
 
@@ -880,6 +911,7 @@ class Checkpointer:
             self._wait()
             if self._memory is not None:
                 self._memory.saves.wait()
+            self._grown_buffers.look(found.snapshot.tensors, warns=self._control.is_leader)
             self._saver.plan(self._control, found.snapshot)
             if self._memory is not None:
                 self._memory.plan(self._control, self._saver)
@@ -906,14 +938,17 @@ class Checkpointer:
     def _rehearse(self) -> None:
         """Plan at the first step: what cannot be saved is known now, and the first save finds its plan and memory."""
         self._rehearsed = True
-        self._plan(self._preflight(self._state))
+        found = self._preflight(self._state)
+        with failing_as_one():
+            self._control.run_on_all(partial(refuse_one_way_modules, self._state, [*found.snapshot.paths]))
+        self._plan(found)
+        self._saver.compare(self._control, self._state, found.snapshot)  # and again when it is saved
 
     def _rehearse_early(self) -> None:
         """The same before the first step, where the state holds all that it will: a loop may save before it steps."""
         if all(self._control.gather(self._ready and is_settled(self._state))):
             with contextlib.suppress(CkptmanError):  # the first step says so, when the state may be another one
-                self._rehearse()
-            self._rehearsed = False
+                self._plan(self._preflight(self._state))
 
     # ---- closing -----------------------------------------------------------------------------------------------
 

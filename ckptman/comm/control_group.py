@@ -51,19 +51,26 @@ class RankFailed(Exception):
         super().__init__(f"rank {failure.rank}: {failure.text}\n{failure.trace}")
 
     def as_ckptman_error(self, left: str = "") -> CkptmanError:
-        """Return the error of the rank that failed if it is one of ours, else one that names rank and cause, and what
-        is `left`."""
+        """Return the failed rank's error if it is one of ours, else one that names rank and cause. `left`: what state
+        the failure leaves behind, added to the message."""
+        ours = self.failure.error
+        if ours is not None and left and type(ours) is ConfigError:
+            told = ConfigError(f"{ours}. {left}")
+            told.of_program = ours.of_program
+            return told
+        if ours is not None:
+            return ours
         failed = f"rank {self.failure.rank} failed: {self.failure.text}"
         if self.failure.errno is None:  # of the code that was asked for its state, as a rule
             remedy = "Its own traceback, above this one, says where"
         else:
             remedy = "If it is the disk: check the mount, its permissions and its quota on that rank"
-        return self.failure.error or CkptmanError(". ".join(filter(None, (failed, remedy, left))))
+        return CkptmanError(". ".join(filter(None, (failed, remedy, left))))
 
     def raise_on_this_rank(self, left: str = "") -> NoReturn:
         """Raise `as_ckptman_error`; on the rank that failed, with the cause that its error had."""
         error = self.as_ckptman_error(left)
-        raise error from (error.__cause__ if self.failure.error is not None else self.__cause__ or self)
+        raise error from (ours.__cause__ if (ours := self.failure.error) is not None else self.__cause__ or self)
 
 
 class Call(NamedTuple):

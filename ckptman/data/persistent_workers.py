@@ -10,29 +10,30 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.errors import warn_only
 from ckptman.state.generators import RNGState
 
 _MOST_FRAMES, _MOST_ATTRIBUTES = 20, 1000
 
 
-def warn_of_persistent_workers(values: Iterable[object]) -> None:
+def warn_of_persistent_workers(values: Iterable[Any]) -> None:
     """Warn of a DataLoader that draws from torch's generator once an attempt, when its persistent workers start.
 
     Those that the loop has in sight are looked at: variables of the functions that led here and of their modules, and
     attributes of objects in them.
 
     Args:
-        values: The objects of a state. Loaders inside a ResumableLoader do not draw, and without an RNGState there is
+        values: The objects of a state. Loaders inside one with a position do not draw, and without an RNGState there is
             nothing to compare.
     """
     values = list(values)
     if not any(isinstance(each, RNGState) for each in values):
         return
-    own = {id(inside) for each in values if isinstance(each, ResumableLoader) for inside in each.dataloaders}
+    having = (each for each in values if hasattr(type(each), "dataloaders"))
+    own = {id(getattr(inside, "dataset", inside)) for each in having for inside in each.dataloaders}
     for each in _in_sight(sys._getframe(1)):
-        if id(each) not in own and each.num_workers and each.persistent_workers and each.generator is None:
+        # A framework makes its own of the loader that it is given: what they have in common is the dataset.
+        if id(each.dataset) not in own and each.num_workers and each.persistent_workers and each.generator is None:
             warn_only(
                 f"a DataLoader of {type(each.dataset).__name__} with persistent_workers=True, which is not in the "
                 f"state, draws from torch's generator when its workers start. An attempt that resumes draws once more "

@@ -23,7 +23,7 @@ from ckptman.errors import ConfigError, CorruptError, ExistsError, NotFoundError
 from ckptman.format.foreign import recognize, step_in
 from ckptman.format.manifest import Manifest, read_manifest
 from ckptman.format.paths import MANIFEST, METADATA, parse_data, parse_half_written, parse_step, step_folder
-from ckptman.io.durable_files import DISK
+from ckptman.io.durable_files import DISK, holding
 from ckptman.io.file_scan import Stamp, stamp_of
 from ckptman.io.safe_open import read_regular
 from ckptman.loading.box_reader import BoundedState
@@ -95,7 +95,7 @@ def adopt(
         raise NotFoundError(
             f"{folder} is not a checkpoint: it has no {METADATA}. DCP writes that last: it may be incomplete"
         )
-    with _alone(folder):
+    with _alone(folder), holding(folder):
         manifest = _manifest_in(folder, step, final)
         _check_free(folder, step, final)
         # Now, and not when everything was read.

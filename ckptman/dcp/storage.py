@@ -354,4 +354,4 @@ def _units(snapshot: Snapshot, placed: list[tuple[WriteItem, Placed]], with_bare
 def _snapshot_behind(planner: SavePlanner) -> Snapshot:
     flat: dict[str, Any] = getattr(planner, "state_dict", {})
     mappings = getattr(planner, "mappings", None)
-    return snapshot_of(unflattened(flat, mappings) if mappings else flat, strict=False)
+    return snapshot_of(unflattened(flat, mappings) if mappings else flat, strict=())

@@ -62,7 +62,8 @@ class Index(BaseModel):
 
     `tensors` says what each is and where its rows are in the chunk table; `files` gives the table's file numbers their
     names. `objects` places the pickles that are written for other readers; ckptman itself reads plain values from
-    `units`.
+    `units`. `tied`: names of parameters that were one, such as of an embedding and the head of a model; left out of the
+    file where there are none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -71,10 +72,12 @@ class Index(BaseModel):
     tensors: dict[str, TensorRecord] = {}
     objects: dict[str, Location] = {}
     units: list[Unit] = []
+    tied: list[list[str]] = []
 
     def to_json(self, units: Sequence[Mapping[str, Any]] | None = None) -> bytes:
         """Return the bytes of `index.json`, with its own units or those that are given."""
-        return _to_json(self.model_dump(mode="python") if units is None else {**dict(self), "units": units})
+        said = self.model_dump(mode="python") if units is None else {**dict(self), "units": units}
+        return _to_json({name: value for name, value in said.items() if value or name != "tied"})
 
 
 def read_index(folder: Path, manifest: Manifest, *, ranks: Iterable[int] | None = None) -> Index:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from xxhash import xxh3_128_hexdigest
@@ -32,6 +32,7 @@ _HEAD = b'{\n "format_version": %d,\n' % FORMAT_VERSION
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
+Replicas = Literal["equal", "differ"]
 
 
 class FileRecord(BaseModel):
@@ -64,8 +65,11 @@ class Manifest(BaseModel):
 
     `sequence` counts commits of a root, starting at 1: the newest checkpoint is the one with the highest sequence,
     not the highest step. `time_seconds` is unix time, or the end of its range that was exceeded, where the clock was
-    broken (see `is_known_time`). `nonfinite`: None if nobody looked. `metadata`: any JSON values. Both are left out of
-    the file if they are empty. `files` maps names inside the folder, without the manifest.
+    broken (see `is_known_time`). `nonfinite`: None if nobody looked. `replicas`: whether what several ranks held was
+    the same on all of them when it was compared, at the first save of a process; None if nobody did. `metadata`: any
+    JSON values. `asked`: what the script asked of optimizers and schedules when the run began, as text. These four are
+    left out of the file if they are empty. `files` maps names inside the folder, without
+    the manifest.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -84,7 +88,9 @@ class Manifest(BaseModel):
     restored_from: Step | None = None
     metrics: dict[str, float] = {}
     nonfinite: Nonfinite | None = None
+    replicas: Replicas | None = None
     metadata: dict[str, Any] = {}
+    asked: dict[str, str] = {}
     block_bytes: Annotated[int, Field(gt=0, le=2**30)]
     files: dict[str, FileRecord]
 
@@ -100,7 +106,7 @@ class Manifest(BaseModel):
 
     def to_json(self) -> bytes:
         """Return the bytes of `manifest.json`. NaN and infinite metrics are kept, as a common extension writes them."""
-        unsaid = {name for name, empty in (("nonfinite", None), ("metadata", {})) if getattr(self, name) == empty}
+        unsaid = {name for name in ("nonfinite", "replicas", "metadata", "asked") if getattr(self, name) in (None, {})}
         return seal(json.dumps(self.model_dump(mode="python", exclude=unsaid), indent=1).encode())
 
 

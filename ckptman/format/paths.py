@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 from ckptman.errors import ConfigError
+from ckptman.io.durable_files import RUN_FOLDER
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 """torch's own description of the checkpoint (a pickle): written for others, never read in our own checkpoints."""
 INDEX = "index.json"
 CHUNKS = "chunks.bin"
-DOT = ".ckptman"
+DOT = RUN_FOLDER
 ROOT_ID = "root.json"
 TIER_OF = "tier-of.json"
 """Whose a root is, and whose copies it takes (see `catalog.tier_identity`)."""

@@ -14,8 +14,8 @@ import base64
 import json
 import math
 import sys
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -32,14 +32,22 @@ _JSON_INT = 2**63
 _NUMBERS = "biufc"
 """Kinds of numpy dtype: bool, signed and unsigned integer, float, complex."""
 _NOTHING = object()
+SEQUENCES = (list, tuple, deque)
+"""Containers that may hold tensors, besides dicts."""
 _PLAIN_FORMS = ("dataclasses.asdict(...)", ".value of the member")
 
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Stands for the tensor that is saved under this flat name."""
+    """Stands for the tensor that is saved under this flat name.
+
+    `order`: its dimensions as they lie in memory, from the widest stride on, where it was transposed; else ().
+    `is_array`: it was an array of NumPy, whose bytes are saved as those of a tensor.
+    """
 
     name: str
+    order: tuple[int, ...] = field(default=(), compare=False)
+    is_array: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ def plain_value(value: Any) -> Any:
         return type(value)({_plain_key(key): plain_value(each) for key, each in value.items()})
     if isinstance(value, (set, frozenset)):
         return type(value)(map(_plain_key, value))
-    return type(value)(map(plain_value, value)) if isinstance(value, (list, tuple)) else value
+    return rebuilt(value, map(plain_value, value)) if isinstance(value, SEQUENCES) else value
 
 
 def _plain_key(key: Any) -> Any:
@@ -93,7 +101,7 @@ def opaque_in(value: Any, path: str) -> Iterator[tuple[str, OpaqueValue]]:
         for key, each in value.items():
             yield from opaque_in(key, f"{path} (key)")
             yield from opaque_in(each, f"{path}.{key}")
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (*SEQUENCES, set, frozenset)):
         for number, each in enumerate(value):
             yield from opaque_in(each, f"{path}.{number}")
 
@@ -126,14 +134,19 @@ def encode(value: Any, path: str, hook: Hook | None = None, depth: int = 0) -> A
         return _tagged("dict", _pairs(value, path, hook, depth + 1))
     if kind in (OrderedDict, Counter):
         return _tagged(kind.__name__, _pairs(value, path, hook, depth + 1))
-    if kind in (tuple, set, frozenset):
+    if kind is tuple or kind is deque:
+        members = [encode(each, f"{path}.{i}", hook, depth + 1) for i, each in enumerate(value)]
+        return _tagged("tuple", members) if kind is tuple else _tagged("deque", [members, value.maxlen])
+    if kind in (set, frozenset):
         members = [encode(each, f"{path}.{i}", None, depth + 1) for i, each in enumerate(value)]
-        # Members of a set in a fixed order, so that equal sets are equal bytes.
-        return _tagged(kind.__name__, members if kind is tuple else sorted(members, key=json.dumps))
+        # In a fixed order, so that equal sets are equal bytes.
+        return _tagged(kind.__name__, sorted(members, key=json.dumps))
     if kind in (bytes, bytearray):
         return _tagged(kind.__name__, base64.b64encode(value).decode())
     if kind is complex:
         return _tagged("complex", [repr(value.real), repr(value.imag)])
+    if f"{kind.__module__}.{kind.__name__}" == "torch.dtype":
+        return _tagged("dtype", str(value).removeprefix("torch."))
     if kind is type(Path()):
         return _tagged("path", str(value))
     if isinstance(value, Enum):
@@ -145,15 +158,14 @@ def encode(value: Any, path: str, hook: Hook | None = None, depth: int = 0) -> A
             raise ConfigError(f"{path} is a {kind.__qualname__} whose field {unset[0]} is not set: set it, to None say")
         held = {each.name: getattr(value, each.name) for each in fields(value)}
         return _tagged("dataclass", [_class_name(kind, path), _pairs(held, path, None, depth + 1)])
-    encoded = _encode_numpy(value)
-    if encoded is None and hook is not None:
-        encoded = hook(value, path)
+    encoded = hook(value, path) if hook is not None else None
+    if encoded is None:
+        encoded = _encode_numpy(value)
     if encoded is not None:
         return encoded
     if hook is None and kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ("Tensor", "Parameter"):
         raise ConfigError(
-            f"{path} is a tensor in a tuple, a set or a dataclass, which a checkpoint cannot hold: put it into a list "
-            f"or a dict"
+            f"{path} is a tensor in a set or a dataclass, which a checkpoint cannot hold: put it into a list or a dict"
         )
     what = f"{path} is a {kind.__module__}.{kind.__qualname__}"
     raise ConfigError(f"{what}, which a checkpoint cannot hold: save {_way_out(value, path)}")
@@ -189,9 +201,14 @@ def _class_name(kind: type, path: str) -> str:
     return name
 
 
-def tensor_ref(name: str) -> Any:
-    """Return the encoded form of a tensor saved under `name`."""
-    return _tagged("tensor", name)
+def tensor_ref(name: str, order: Sequence[int] = ()) -> Any:
+    """Return the encoded form of a tensor saved under `name`, whose dimensions are in this order in memory."""
+    return _tagged("tensor", [name, *order] if order else name)
+
+
+def array_ref(name: str) -> Any:
+    """Return the encoded form of an array of NumPy that is saved as a tensor under `name`."""
+    return _tagged("array", name)
 
 
 def decode(data: Any) -> Any:
@@ -207,7 +224,7 @@ def leaves_in(value: Any, leaves: tuple[type, ...] = (TensorRef,), path: Keys = 
     if isinstance(value, dict) and value:
         for key, each in value.items():
             yield from leaves_in(each, leaves, (*path, str(key)))
-    elif isinstance(value, list) and not is_leaf(value, leaves):
+    elif isinstance(value, SEQUENCES) and not is_leaf(value, leaves):
         for number, each in enumerate(value):
             yield from leaves_in(each, leaves, (*path, number))
     else:
@@ -230,20 +247,35 @@ def without(value: Any, is_excluded: Callable[[Keys], bool]) -> Any:
     return {} if kept is _NOTHING else kept
 
 
-def is_leaf(value: list[Any], leaves: tuple[type, ...] = (TensorRef,)) -> bool:
-    """Return whether DCP keeps a list as one value."""
-    return not any(
-        isinstance(each, (dict, *leaves)) or (isinstance(each, list) and not is_leaf(each, leaves)) for each in value
-    )
+def is_leaf(value: Sequence[Any], leaves: tuple[type, ...] = (TensorRef,)) -> bool:
+    """Return whether a sequence is kept as one value: a list with no dict or tensor in it, as DCP has it; a tuple or a
+    deque with no tensor."""
+    if isinstance(value, list):
+        return not any(
+            isinstance(each, (dict, *leaves)) or (isinstance(each, SEQUENCES) and not is_leaf(each, leaves))
+            for each in value
+        )
+    return not any(_is_in(each, leaves) for each in value)
+
+
+def rebuilt(like: Any, members: Iterable[Any]) -> Any:
+    """Return a sequence of the kind of `like`."""
+    return deque(members, like.maxlen) if isinstance(like, deque) else type(like)(members)
+
+
+def _is_in(value: Any, leaves: tuple[type, ...]) -> bool:
+    """Return whether one of `leaves` is in a value."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, SEQUENCES) else ()
+    return isinstance(value, leaves) or any(_is_in(each, leaves) for each in inside)
 
 
 def _without(value: Any, path: Keys, is_excluded: Callable[[Keys], bool]) -> Any:
     if isinstance(value, dict) and value:
         each = {key: _without(below, (*path, str(key)), is_excluded) for key, below in value.items()}
         return {key: below for key, below in each.items() if below is not _NOTHING} or _NOTHING
-    if isinstance(value, list) and not is_leaf(value):
+    if isinstance(value, SEQUENCES) and not is_leaf(value):
         entries = [_without(below, (*path, number), is_excluded) for number, below in enumerate(value)]
-        left = [None if below is _NOTHING else below for below in entries]
+        left = rebuilt(value, [None if below is _NOTHING else below for below in entries])
         return left if any(below is not _NOTHING for below in entries) else _NOTHING
     return _NOTHING if is_excluded(path) else value
 
@@ -346,6 +378,26 @@ def _find_class(name: Any) -> Any:
     return found if isinstance(found, type) else None
 
 
+def _decode_tensor(written: Any) -> TensorRef:
+    name, *order = written if isinstance(written, list) else [written]
+    if sorted(order) != list(range(len(order))) or (isinstance(written, list) and not order):
+        raise ValueError(f"no order of dimensions: {order}")
+    return TensorRef(_text(name), tuple(order))
+
+
+def _decode_dtype(name: Any) -> Any:
+    torch = sys.modules.get("torch")
+    found = None if torch is None else vars(torch).get(_text(name))
+    if torch is None or not isinstance(found, torch.dtype):
+        return OpaqueValue("torch:dtype", name, "the program has not imported torch, or one without this dtype")
+    return found
+
+
+def _decode_deque(parts: Any) -> Any:
+    members, maxlen = _members(parts)
+    return deque(map(_decode, _members(members)), maxlen)
+
+
 def _decode_enum(parts: Any) -> Any:
     name, encoded, text = _members(parts)
     kind, value = _find_class(name), _decode(encoded)
@@ -380,11 +432,14 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "OrderedDict": lambda v: OrderedDict(_unpairs(v)),
     "Counter": lambda v: Counter(_unpairs(v)),
     "tuple": lambda v: tuple(_decode(each) for each in _members(v)),
+    "deque": _decode_deque,
+    "dtype": _decode_dtype,
     "set": lambda v: {_decode(each) for each in _members(v)},
     "frozenset": lambda v: frozenset(_decode(each) for each in _members(v)),
     "bytes": _decode_bytes,
     "bytearray": lambda v: bytearray(_decode_bytes(v)),
-    "tensor": lambda v: TensorRef(_text(v)),
+    "tensor": _decode_tensor,
+    "array": lambda v: TensorRef(_text(v), is_array=True),
     "numpy": _decode_numpy,
     "path": lambda v: Path(_text(v)),
     "enum": _decode_enum,

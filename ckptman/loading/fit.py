@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptman.errors import ConfigError, plain, warn
-from ckptman.format.value_codec import TensorRef, opaque_in
+from ckptman.format.value_codec import SEQUENCES, TensorRef, is_leaf, opaque_in, rebuilt
 from ckptman.loading.accepted import Accepted, matches, matches_any
 from ckptman.loading.checkpoint_reader import Lazy, SavedState, resolve
 from ckptman.loading.optimizer_fit import (
+    conflict,
     conflicting_settings,
     flat_optimizer,
+    parameters_left,
     settings_added_later,
     settings_of_newer_torch,
     start_new_parameters,
@@ -28,18 +31,20 @@ from ckptman.loading.optimizer_fit import (
 from ckptman.loading.read_tensors import fills_for_box, read_fills
 from ckptman.state.file_layout import as_bytes
 from ckptman.state.generators import RNGState
+from ckptman.state.grown_buffers import prefixes_that_load
 from ckptman.state.local_shards import (
     QUANTIZED,
     Box,
     describes_shards,
+    empty_in_order,
     empty_like,
     global_shape,
     is_plain,
     local_parts,
+    refuse_lazy,
     refuse_unfillable,
 )
 from ckptman.state.named_state import (
-    is_leaf,
     is_named,
     is_stateful,
     nested,
@@ -50,13 +55,20 @@ from ckptman.state.named_state import (
     snapshot_of,
 )
 from ckptman.state.optimizers import (
+    GROUPS,
+    ORDER,
+    WHOLE,
     groups_by_name,
-    model_of,
+    names_in_order,
     parameters_with_state,
 )
+from ckptman.state.program_faults import naming
+from ckptman.state.tensor_digest import pieces
 from ckptman.state.trainable import FROZEN, Trainable
 
 State = MutableMapping[str, Any]
+_SHOWN = 8
+"""So many parameters are named."""
 
 
 @dataclass
@@ -122,9 +134,12 @@ class Fit:
         saved = self._saved
         for name, target in self._state.items() if self._accepted.missing else ():
             if isinstance(target, torch.optim.Optimizer):
-                self._had_state[name] = parameters_with_state(model_of(target, self._state), target)
-        self._live = nested(self._state, self._rank, saved.values)
+                self._had_state[name] = parameters_with_state(name, target, self._state)
+        self._live = nested(self._state, self._rank, saved.values, self._form)
         for name, target in self._state.items():
+            if _is_per_rank(target):  # only what was saved has an order to compare
+                for held in filter(lambda each: type(each) is dict, self._live[name].values()):
+                    held.pop(ORDER, None)
             if isinstance(target, torch.optim.Optimizer) and name in saved.values:
                 kept = settings_of_newer_torch(self._live[name], saved.values[name])
                 saved.values[name] |= kept
@@ -142,21 +157,11 @@ class Fit:
         for name, target in self._state.items():
             report.wanted.add(name)
             report.kinds[name] = _kind_of(name, target)
-            if self._strict and name not in saved.values:
-                self._keeps(name)
-            elif is_named(target):
-                self._match_named(name, target)
-            elif not self._strict:
-                matched = self._match(self._live[name], (name,))
-                self.values[name] = matched[rank_key(self._rank)] if _is_per_rank(target) else matched
-            elif _is_per_rank(target):
-                self._take_of_a_rank(name)
-            elif is_stateful(target):  # decides itself what fits
-                self._take(name, saved.values[name], self._live[name])
-            else:
-                self._take_and_fill(name)
+            with naming(name):
+                self._match_entry(name, target)
         for name, tensor in self.targets.items():
-            refuse_unfillable(name, tensor)
+            with naming(name):
+                refuse_unfillable(name, tensor)
         if not self._strict:
             self._leave_alone_what_is_kept()
         for name, value in self.values.items():
@@ -165,15 +170,32 @@ class Fit:
             )
         report.known = self._known_patterns()
         if not report.missing and not report.mismatched:
-            plain_names = [
-                name
-                for name, target in self._state.items()
-                if not is_named(target) and (not self._strict or _is_filled_in_place(target))
-            ]
-            report.mismatched.update(_wrongly_tied(saved, self.targets, plain_names, verify=self._verify))
+            report.mismatched.update(_wrongly_tied(saved, self.targets, verify=self._verify))
+            if self._strict and (names := _untied(saved, self.targets)):
+                self._warn(
+                    f"{' and '.join(names)} were one parameter when they were saved, and are not in this run: they "
+                    f"start with the same values and are trained apart. If that is not meant, tie them before restore()"
+                )
             # Now: a plain value that others pickled may turn out to be damaged, and nothing has been filled yet.
             self.values = {name: resolve(value) for name, value in self.values.items()}
         return report
+
+    def _match_entry(self, name: str, target: object) -> None:
+        if self._strict and name not in self._saved.values:
+            self._keeps(name)
+        elif is_named(target):
+            self._match_named(name, target)
+        elif not self._strict:
+            matched = self._match(self._live[name], (name,))
+            self.values[name] = matched[rank_key(self._rank)] if _is_per_rank(target) else matched
+        elif _is_per_rank(target):
+            self._take_of_a_rank(name)
+        elif is_stateful(target):  # decides itself what fits
+            self._take(name, self._saved.values[name], self._live[name])
+            if isinstance(target, LRScheduler):
+                self._compare_rates(name, target)
+        else:
+            self._take_and_fill(name)
 
     def note_all(self, found: FitReport) -> None:
         """Take note of what all ranks found: which generators they saved alike."""
@@ -197,6 +219,18 @@ class Fit:
             left = names - wanted
             found += [str(key)] if left == names and key not in wanted else left
         return found
+
+    def not_in_groups(self, unexpected: Iterable[str]) -> str:
+        """Return what to say of parameters that were in a group of an optimizer and are in none now; "": nothing."""
+        names = set(unexpected)
+        left = {
+            key: each
+            for key, live in self._live.items()
+            if isinstance(self._state[key], torch.optim.Optimizer) and key in self._saved.values
+            if (each := parameters_left(key, live, self._saved.values[key], names))
+        }
+        told = (f"{', '.join(each[:_SHOWN])}{' ...' * (len(each) > _SHOWN)} of {key!r}" for key, each in left.items())
+        return "; ".join(told)
 
     def saved_names(self) -> set[str]:
         """Return the names of all that was saved."""
@@ -222,10 +256,23 @@ class Fit:
                     self._state[name].load_from_other_rank(value, self._rank, alike)
                 else:
                     put_back(self._state, name, value, self._rank, name in self.from_other_rank, filled)
+                    self._warn_of_what_is_lost(name, value)
             except ConfigError as error:
                 if type(error) is not ConfigError or repr(name) in str(error):
                     raise
                 raise ConfigError(f"{name!r}: {error}") from error
+
+    def _warn_of_what_is_lost(self, name: str, value: Any) -> None:
+        """Ask an object that loads itself what it has now, and warn if that lacks something. Optimizers see to it
+        themselves, and values may differ: a time, for one."""
+        target = self._state[name]
+        if self._strict and is_stateful(target) and not is_named(target) and name not in self.from_other_rank:
+            with suppress(Exception):  # it was asked before, and will be at the next save
+                if lost := _lost(value, target.state_dict(), name):
+                    self._warn(
+                        f"{name} has not taken all that was saved of it: {lost} after load_state_dict(). Correct the "
+                        f"load_state_dict() of {type(target).__name__}"
+                    )
 
     def _warn(self, message: str) -> None:
         if not self._rank:
@@ -237,7 +284,12 @@ class Fit:
         groups: dict[str, int] = {}
         had_state = self._had_state.get(name, set())
         if isinstance(target, torch.optim.Optimizer):
-            groups = groups_by_name(model_of(target, self._state), target)
+            if WHOLE in saved:
+                self._report.wanted |= {f"{name}.{entry}" for entry in saved}
+                self._take(name, saved, {})
+                self._compare_order(name, target, saved.get(ORDER, ()))
+                return
+            groups = groups_by_name(name, target, self._state)
             live = without_unsaved_state(live, saved, had_state) | settings_added_later(live, saved)
             self._report.mismatched.update(conflicting_settings(name, groups, saved))
         if isinstance(target, Trainable) and saved.get(FROZEN, target.frozen) != target.frozen:
@@ -247,9 +299,12 @@ class Fit:
             )
         self._report.wanted |= {f"{name}.{entry}" for entry in live}
         self.values[name] = values = {}
+        own = prefixes_that_load(target) if isinstance(target, torch.nn.Module) else ()
         for entry, value in live.items():
             # What came from `get_extra_state` of a module: `set_extra_state` checks it.
-            if entry.rpartition(".")[2] == "_extra_state" and entry in saved:
+            is_extra = entry.rpartition(".")[2] == "_extra_state"
+            is_extra |= entry.startswith(own) and self._is_of_another_shape(value, saved.get(entry))
+            if entry in saved and (is_extra or (groups and _holds_tensors(saved[entry]))):
                 self._found.add(name)
                 self.targets |= _new_tensors(self._saved, f"{name}.{entry}", saved[entry], value)
                 values[entry] = saved[entry]
@@ -258,6 +313,11 @@ class Fit:
         if groups and self._report.kept:
             kept = {entry for entry in values if f"{name}.{entry}" in self._report.kept}
             start_new_parameters(values, kept, had_state, groups, saved)
+
+    def _is_of_another_shape(self, live: Any, saved: Any) -> bool:
+        if not (isinstance(live, torch.Tensor) and isinstance(saved, TensorRef)) or is_lazy(live):
+            return False
+        return torch.Size(self._saved.tensor(saved.name).shape) != global_shape(live)
 
     def _keeps(self, name: str) -> bool:
         """Note that the checkpoint lacks a name, and return whether that is accepted."""
@@ -294,8 +354,8 @@ class Fit:
         if not self._strict:
             if isinstance(live, MutableMapping) and live:
                 return {key: self._match(each, (*path, key)) for key, each in live.items()}
-            if isinstance(live, list) and not is_leaf(live):
-                return [self._match(each, (*path, number)) for number, each in enumerate(live)]
+            if isinstance(live, SEQUENCES) and not is_leaf(live, (torch.Tensor,)):
+                return rebuilt(live, [self._match(each, (*path, number)) for number, each in enumerate(live)])
             if there is None and isinstance(live, Mapping) and name not in objects:
                 return live  # DCP saves nothing of an empty mapping; in a list, None is in its place
             self._report.wanted.add(name)
@@ -305,7 +365,9 @@ class Fit:
         if not known:
             return live if self._keeps(name) else None
         self._found.add(path[0])
-        if any(refs_in(there)):
+        if isinstance(there, TensorRef) and there.is_array:
+            self.targets[there.name] = _new_tensor(self._saved, there)
+        elif any(refs_in(there)):
             self._report.mismatched.add(f"{name}: checkpoint a tensor, this run a plain value")
         return there
 
@@ -325,11 +387,16 @@ class Fit:
 
     def _fill(self, name: str, tensor: torch.Tensor) -> None:
         """Note that a tensor is to be filled where it is. Another shape or dtype is reported."""
+        refuse_lazy(name, tensor)
         record = self._saved.tensor(name)
         there, here = _form(record.shape, record.dtype), _form(global_shape(tensor), tensor.dtype)
         if there != here:
             self._report.mismatched.add(f"{name}: checkpoint {there}, this run {here}")
         self.targets[name] = tensor
+
+    def _form(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """Return shape and dtype of a saved tensor."""
+        return torch.Size(self._saved.tensor(name).shape), self._saved.dtype(name)
 
     def _take_of_a_rank(self, name: str) -> None:
         saved, mine = self._saved.values[name], rank_key(self._rank)
@@ -344,13 +411,49 @@ class Fit:
             (mine,) = list(saved)[:1] if is_ours else [rank_key(self._rank % len(saved))]
         elif isinstance(self._state[name], RNGState):
             self._report.own |= {(name, *each) for each in RNGState.digests(saved[mine]).items()}
-        self._take(name, saved[mine], {})
+        held = saved[mine]
+        if isinstance(held, dict) and ORDER in held:
+            held = dict(held)
+            self._compare_order(name, getattr(self._state[name], "value", None), held.pop(ORDER))
+        self._take(name, held, {})
+
+    def _compare_rates(self, name: str, schedule: LRScheduler) -> None:
+        """Report a schedule whose optimizer has its groups in another order now: it has its rates by their numbers."""
+        key = next((key for key, each in self._state.items() if each is schedule.optimizer), "")
+        saved, entries = self._saved.values[name], self._saved.values.get(key, {})
+        groups = groups_by_name(key, schedule.optimizer, self._state) if entries else {}
+        rates = {number: entries.get(f"{GROUPS}{each}.initial_lr") for each, number in groups.items()}
+        here = [rates[number] for number in sorted(rates)]
+        live = [group.get("initial_lr") for group in schedule.optimizer.param_groups]
+        is_by_number = list(getattr(schedule, "base_lrs", live)) == live  # others have an order of their own
+        if not all(isinstance(each, float | int) for each in here) or not isinstance(saved, dict) or not is_by_number:
+            return
+        inner = saved.get("_schedulers")
+        for each in (saved, *(inner if isinstance(inner, list) else ())):
+            there = each.get("base_lrs") if isinstance(each, dict) else None
+            there = list(there) if isinstance(there, list | tuple) else here
+            if there != here and Counter(map(str, there)) == Counter(map(str, here)):
+                self._report.mismatched.add(
+                    f"{name}: the groups of {key!r} were in another order: checkpoint base_lrs {there}, this run "
+                    f"{here}; put its groups in the order of the checkpoint"
+                )
+
+    def _compare_order(self, name: str, optimizer: object, there: Sequence[str]) -> None:
+        """Report parameters of an optimizer in another order than when it was saved without their names."""
+        here = names_in_order(optimizer, self._state) if isinstance(optimizer, torch.optim.Optimizer) else ()
+        for number, (old, new) in enumerate(zip(there, here)):
+            if old and new and old != new:
+                self._report.mismatched.add(
+                    f"{name}: parameter {number} of the optimizer is {old} in the checkpoint, {new} in this run; its "
+                    f"state is saved without names, and needs the same parameters in the same order"
+                )
+                return
 
     def _merged(self, name: str, live: Any, saved: Any) -> Any:
         """Return what was saved of a dict or a list, with what may stay as it is here, and without what may be left
         there. A dict or list in it that only one side has goes as a whole, where a pattern names anything in it."""
         here, there = _entries(live), _entries(saved)
-        alike = any(isinstance(live, kind) and isinstance(saved, kind) for kind in (Mapping, list))
+        alike = any(isinstance(live, kind) and isinstance(saved, kind) for kind in (Mapping, *SEQUENCES))
         if not alike or (here is None and there is None):
             return saved
         here, there = here or {}, there or {}
@@ -369,7 +472,7 @@ class Fit:
                 kept = [each for each in _names_in(value, full) if matches_any(self._accepted.missing, each)]
                 self._report.kept.update(kept)
                 merged |= {key: value} if kept else {}
-        return [*merged.values()] if isinstance(saved, list) else merged
+        return rebuilt(saved, merged.values()) if isinstance(saved, SEQUENCES) else merged
 
     def _take(self, name: str, saved: Any, live: Any) -> None:
         """Take what was saved, with new tensors for those in it."""
@@ -380,20 +483,41 @@ class Fit:
         """Take what was saved. Tensors in dicts and lists are filled where they are: somebody else, such as a model,
         may have them too. What the checkpoint has besides is new."""
         saved = self.values[name] = self._merged(name, self._live[name], self._saved.values[name])
-        there = {ref.name for ref in refs_in(saved)}
+        there = {ref.name: ref for ref in refs_in(saved)}
         here = snapshot_of({name: self._live[name]}).tensors
         self._report.wanted |= {*_names_in(self._live[name], name)}
-        self._report.missing |= here.keys() - there - self._report.kept
-        for full in there & here.keys():
+        self._report.missing |= here.keys() - there.keys() - self._report.kept
+        for full in there.keys() & here.keys():
             self._fill(full, here[full])
-        self.targets |= {full: _new_tensor(self._saved, full) for full in there - here.keys()}
+        self.targets |= {name: _new_tensor(self._saved, ref) for name, ref in there.items() if name not in here}
 
 
 def _entries(value: Any) -> Mapping[Any, Any] | None:
-    """Return what is in a dict, or in a list that holds more than plain values; None: it is one value."""
-    if isinstance(value, list) and not (is_leaf(value) and not any(refs_in(value))):
+    """Return what is in a dict, or in a sequence that holds more than plain values; None: it is one value."""
+    if isinstance(value, SEQUENCES) and not is_leaf(value, (torch.Tensor, TensorRef)):
         return dict(enumerate(value))
     return value if isinstance(value, Mapping) else None
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Return whether a saved value is a container with tensors in it."""
+    return not isinstance(value, TensorRef) and any(refs_in(value))
+
+
+def _lost(given: Any, now: Any, path: str) -> str:
+    """Return what an object lacks of what it was given, in words; "": nothing."""
+    if isinstance(given, SEQUENCES) and isinstance(now, SEQUENCES) and len(given) == len(now):
+        given, now = dict(enumerate(given)), dict(enumerate(now))
+    if isinstance(given, Mapping) and isinstance(now, Mapping):
+        told = (
+            _lost(each, now[key], f"{path}.{key}") if key in now else f"{path}.{key} is not there"
+            for key, each in given.items()
+        )
+        return next(filter(None, told), "")
+    if isinstance(given, torch.Tensor) and isinstance(now, torch.Tensor):
+        there, here = _form(given.shape, given.dtype), _form(now.shape, now.dtype)
+        return f"{path} is {here}, not {there}," if there != here else ""
+    return ""
 
 
 def _names_in(value: Any, name: object) -> Iterator[str]:
@@ -437,7 +561,7 @@ def _at(values: Any, path: tuple[Any, ...]) -> tuple[Any, bool]:
         values = values.read() if isinstance(values, Lazy) else values  # until torch 2.3, a dict without tensors
         if isinstance(values, dict) and (key in values or str(key) in values):
             values = values[key] if key in values else values[str(key)]
-        elif isinstance(values, list) and isinstance(key, int) and key < len(values):
+        elif isinstance(values, SEQUENCES) and isinstance(key, int) and key < len(values):
             values = values[key]
         else:
             return None, False
@@ -451,10 +575,11 @@ def _form(shape: Sequence[int], dtype: torch.dtype | str) -> str:
 def _new_tensors(saved: SavedState, name: str, value: Any, live: Any) -> dict[str, torch.Tensor]:
     """Make tensors for those in a saved value, sharded as the live ones are: one of these may well be a parameter."""
     there = snapshot_of({name: live}).tensors
-    return {ref.name: _new_tensor(saved, ref.name, there.get(ref.name)) for ref in refs_in(value)}
+    return {ref.name: _new_tensor(saved, ref, there.get(ref.name)) for ref in refs_in(value)}
 
 
-def _new_tensor(saved: SavedState, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
+def _new_tensor(saved: SavedState, ref: TensorRef, like: torch.Tensor | None = None) -> torch.Tensor:
+    name = ref.name
     size, dtype = torch.Size(saved.tensor(name).shape), saved.dtype(name)
     if dtype in QUANTIZED:
         raise ConfigError(
@@ -464,43 +589,63 @@ def _new_tensor(saved: SavedState, name: str, like: torch.Tensor | None = None) 
     is_sharded = isinstance(like, DTensor) or (like is not None and describes_shards(like))
     if like is not None and is_sharded and (global_shape(like), like.dtype) == (size, dtype):
         return empty_like(like)
-    return torch.empty(size, dtype=dtype, device=like.device if like is not None else None)
+    return empty_in_order(size, ref.order, dtype, like.device if like is not None else None)
 
 
-def _wrongly_tied(
-    saved: SavedState, targets: Mapping[str, torch.Tensor], plain: Iterable[str], *, verify: bool
-) -> list[str]:
-    """Return what is one tensor in this run and was saved as two that differ, such as a copy kept of a parameter.
-
-    `plain`: entries of the state that are dicts, lists or tensors. Only where one of these has a part in it is it
-    looked at: what modules tie is theirs to say. Raises: CorruptError.
-    """
-    prefixes = tuple(f"{name}." for name in plain)
-    if not any(f"{name}.".startswith(prefixes) for name in targets):
-        return []
+def _wrongly_tied(saved: SavedState, targets: Mapping[str, torch.Tensor], *, verify: bool) -> list[str]:
+    """Return what is one tensor in this run and was saved as two that differ, such as a copy kept of a parameter, or
+    the weights of a model that did not tie them. Raises: CorruptError."""
     names: dict[Hashable, list[tuple[str, Box, torch.Tensor]]] = {}
     for name, tensor in targets.items():
         for box, memory in local_parts(tensor, name):
             if is_plain(memory) and memory.numel():
                 place = (memory.device, memory.data_ptr(), memory.shape, memory.stride(), memory.dtype)
                 names.setdefault(place, []).append((name, box, memory))
-    found = []
-    for (first, box, memory), *others in names.values():
-        if not others or not any(f"{name}.".startswith(prefixes) for name in (first, *(each[0] for each in others))):
-            continue
-        known = _saved_bytes(saved, first, box, memory, verify)
-        found += [
-            f"{name}: in this run the same memory as {first}, in the checkpoint another tensor: clone() one of them"
-            for name, box, memory in others
-            if not torch.equal(_saved_bytes(saved, name, box, memory, verify), known)
-        ]
-    return found
+    return [
+        _told_of_tied(saved, first, name, memory, verify)
+        for (first, box, memory), *others in names.values()
+        for name, its_box, _ in others
+        if not _are_saved_alike(saved, (first, box), (name, its_box), memory, verify)
+    ]
 
 
-def _saved_bytes(saved: SavedState, name: str, box: Box, like: torch.Tensor, verify: bool) -> torch.Tensor:
-    read = torch.empty(like.shape, dtype=like.dtype, device="cpu")
-    read_fills(saved, fills_for_box(saved, name, box.offsets, read), verify=verify)
-    return as_bytes(read)
+def _untied(saved: SavedState, targets: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the first names that were of one parameter when they were saved, and are of several in this run."""
+    for names in saved.index.tied:
+        memory = [part for name in names if name in targets for _, part in local_parts(targets[name], name)[:1]]
+        if len({each.data_ptr() for each in memory if is_plain(each) and each.numel()}) > 1:
+            return names
+    return []
+
+
+def _told_of_tied(saved: SavedState, first: str, name: str, like: torch.Tensor, verify: bool) -> str:
+    """Return what to say of one tensor in this run that was saved as two. All parameters in a group of an optimizer
+    have one of each setting."""
+    (key, _, setting), (its_key, _, its_setting) = (each.partition(f".{GROUPS}") for each in (first, name))
+    if setting and its_setting and key == its_key and like.numel() == 1:
+        here, there = torch.empty_like(like, device="cpu"), torch.empty_like(like, device="cpu")
+        for each, tensor in ((first, here), (name, there)):
+            read_fills(saved, fills_for_box(saved, each, [0] * like.dim(), tensor), verify=verify)
+        return conflict(name, f"{there.item():.6g}", f"{here.item():.6g}", setting.rpartition(".")[0])
+    return (
+        f"{name}: in this run the same memory as {first}, in the checkpoint another tensor: clone() one of them, or "
+        f"untie them, as when they were saved"
+    )
+
+
+def _are_saved_alike(
+    saved: SavedState, one: tuple[str, Box], other: tuple[str, Box], like: torch.Tensor, verify: bool
+) -> bool:
+    """Return whether two boxes of this form have the same bytes in the checkpoint. They are read in pieces."""
+    for piece, at in pieces(torch.empty(like.shape, dtype=like.dtype, device="meta"), [0] * like.dim()):
+        read = []
+        for name, box in (one, other):
+            read.append(torch.empty(piece.shape, dtype=like.dtype, device="cpu"))
+            offsets = [begin + moved for begin, moved in zip(box.offsets, at)]
+            read_fills(saved, fills_for_box(saved, name, offsets, read[-1]), verify=verify)
+        if not torch.equal(*map(as_bytes, read)):
+            return False
+    return True
 
 
 def _nest_bare_model(state: Mapping[str, Any], live: Mapping[str, Any], saved: SavedState) -> str:

@@ -11,7 +11,9 @@ import torch
 
 from ckptman.comm.control_group import Channel, RankFailed
 from ckptman.comm.frozen import agree_on_frozen
-from ckptman.errors import CkptmanError, CorruptError, MismatchError
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError
+from ckptman.format.manifest import read_manifest
+from ckptman.integrity.folder_check import check_coverage, verify_folder
 from ckptman.io.failure_cause import Trouble, trouble_of_load
 from ckptman.loading.accepted import EVERYTHING, Accepted, Skipped, matches_any, names_nothing, patterns_of
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
@@ -72,10 +74,10 @@ def load(
         before.enter_context(as_before_on_error(state.values()))
         skipped = _match_on_all(channel, fit, folder, accepted, strict)
         if bring is not None:
-            with _corrupt_on_all(folder):
+            with _blamed_on_all(channel, folder):
                 files = channel.run_on_all(lambda: {each.chunk.file for each in fills_for_all(saved, fit.targets)})
             bring(files[channel.rank])
-        with _corrupt_on_all(folder):  # the copies may be too much for the memory of one rank
+        with _blamed_on_all(channel, folder):  # the copies may be too much for the memory of one rank
             channel.run_on_all(
                 lambda: [before.enter_context(each.filled_or_as_before()) for each in trainables.values()]
             )
@@ -103,7 +105,7 @@ def _read_on_all(channel: Channel, state: State, folder: Path, others: OtherWeig
         name_as(state, saved[0])
         return saved[0].identity
 
-    with _corrupt_on_all(folder):
+    with _blamed_on_all(channel, folder):
         identities = channel.run_on_all(read)
     if len(set(identities)) > 1:
         raise CkptmanError(f"{folder}: the ranks see different checkpoints, as it was replaced just now: load it again")
@@ -118,8 +120,9 @@ def _match_on_all(channel: Channel, fit: Fit, folder: Path, accepted: Accepted, 
     try:
         channel.run_on_all(fit.ask)
     except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
+        _raise_trouble(failed, folder)
         failed.raise_on_this_rank()
-    with _corrupt_on_all(folder):
+    with _blamed_on_all(channel, folder):
         found = FitReport.of_all(channel.run_on_all(fit.match))
     fit.note_all(found)
     besides = set[str]().union(*channel.gather(fit.unexpected(found.wanted)))
@@ -131,14 +134,21 @@ def _match_on_all(channel: Channel, fit: Fit, folder: Path, accepted: Accepted, 
         missing, mismatched = sorted(found.missing), sorted(found.mismatched)
         differing = [*missing, *unexpected, *(line.partition(": ")[0] for line in mismatched)]
         given = accepted.unexpected if strict or accepted.unexpected != EVERYTHING else ()
-        call = channel.run_on_leader(
+        accepts = channel.run_on_leader(
             lambda: Accepted(
                 (*accepted.missing, *patterns_of(missing, found.wanted)),
                 (*(each for each in given if each in found.known), *patterns_of(unexpected, fit.saved_names())),
             )
         )
-        told = "" if mismatched else f"{'restore' if strict else 'load'}({call})"
-        raise MismatchError(str(folder), missing, unexpected, mismatched, _subject(found.kinds, differing), told)
+        told = "" if mismatched else f"{'restore' if strict else 'load'}({accepts})"
+        left = channel.run_on_leader(lambda: fit.not_in_groups(unexpected))
+        call = "restore()" if strict else "load()"
+        hint = (
+            f"These parameters were in a group of the optimizer then: {left}. Add them (add_param_group) before {call}"
+        )
+        raise MismatchError(
+            str(folder), missing, unexpected, mismatched, _subject(found.kinds, differing), told, hint if left else ""
+        )
     return Skipped(tuple(sorted(found.kept)), tuple(sorted(besides | found.left)))
 
 
@@ -163,7 +173,7 @@ def _fill(
     Raises on every rank alike: CorruptError, and then no target is usable.
     """
     try:
-        with _corrupt_on_all(folder):
+        with _blamed_on_all(channel, folder):
             if together:
                 read_together(channel, saved, targets, verify=verify)
             else:
@@ -176,19 +186,40 @@ def _fill(
 
 
 @contextmanager
-def _corrupt_on_all(folder: Path) -> Iterator[None]:
-    """Turn what failed on one rank into a CorruptError on all, unless the error blames something else."""
+def _blamed_on_all(channel: Channel, folder: Path) -> Iterator[None]:
+    """Turn what failed on one rank into an error on all that blames what it should: a CorruptError only where storage,
+    digests or format say that the checkpoint is damaged. Whatever else was raised is looked into: if every byte is what
+    was saved, it is an object of the program that raised it."""
     try:
         yield
     except RankFailed as failed:
         failure = failed.failure
         if failure.error is not None:
             failed.raise_on_this_rank()
-        trouble = trouble_of_load(failure.text, failure.errno)
-        if trouble is not None:
-            told = _TROUBLES[trouble].format(rank=failure.rank, text=failure.text, folder=folder)
-            raise CkptmanError(f"{folder}: {told}") from failed
+        _raise_trouble(failed, folder)
+        if failure.errno is None and channel.run_on_leader(lambda: _is_as_saved(folder)):
+            raise ConfigError(
+                f"an object of the state failed on rank {failure.rank} while {folder} was loaded into it: "
+                f"{failure.text}. Correct the object: the checkpoint is good, every byte of it is what was saved"
+            ) from failed
         raise CorruptError(
             f"{folder} cannot be read on rank {failure.rank}: {failure.text}; check the mount there, or restore an "
             f"older checkpoint"
         ) from failed
+
+
+def _raise_trouble(failed: RankFailed, folder: Path) -> None:
+    """Raise what says nothing about the checkpoint, such as memory that is short. Raises: CkptmanError."""
+    failure = failed.failure
+    if (trouble := trouble_of_load(failure.text, failure.errno)) is not None:
+        told = _TROUBLES[trouble].format(rank=failure.rank, text=failure.text, folder=folder)
+        raise CkptmanError(f"{folder}: {told}") from failed
+
+
+def _is_as_saved(folder: Path) -> bool:
+    """Return whether all bytes of a checkpoint match their digests, if it has any."""
+    try:
+        manifest = read_manifest(folder)
+        return verify_folder(folder, manifest).good and not check_coverage(folder, manifest)
+    except (CkptmanError, OSError):
+        return False

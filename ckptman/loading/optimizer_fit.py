@@ -7,13 +7,9 @@ from typing import Any
 
 import torch
 
-from ckptman.format.value_codec import TensorRef
 from ckptman.loading.checkpoint_reader import Lazy, resolve
 from ckptman.state.named_state import refs_in
-from ckptman.state.optimizers import GROUPS, parameter_of
-
-_OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""What schedules of torch add to the groups of an optimizer."""
+from ckptman.state.optimizers import GROUPS, OF_SCHEDULES, parameter_of
 
 
 def flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:
@@ -56,8 +52,22 @@ def conflicting_settings(name: str, groups: Mapping[str, int], saved: Mapping[st
         if not isinstance(value, Lazy):
             other, there = first.setdefault((groups[parameter], key), (parameter, value))
             if repr(value) != repr(there):
-                found.append(f"{name}.{entry}: checkpoint {value!r}, this run {there!r} as of {other}, of its group")
+                found.append(conflict(f"{name}.{entry}", repr(value), repr(there), other))
     return found
+
+
+def conflict(name: str, saved: str, other_value: str, other: str) -> str:
+    """Return what to say of a saved setting that differs from that of another parameter in its group."""
+    return f"{name}: checkpoint {saved}, this run {other_value} as of {other}, of its group"
+
+
+def parameters_left(
+    name: str, live: Mapping[str, Any], saved: Mapping[str, Any], unexpected: Collection[str]
+) -> list[str]:
+    """Return the parameters that were in a group of the optimizer `name`, are in none now, and are not accepted."""
+    known = {_setting(entry)[0] for entry in live if entry.startswith(GROUPS)}
+    there = {_setting(entry)[0]: entry for entry in saved if entry.startswith(GROUPS)}
+    return sorted(parameter for parameter in there.keys() - known if f"{name}.{there[parameter]}" in unexpected)
 
 
 def start_new_parameters(
@@ -100,7 +110,7 @@ def settings_of_newer_torch(live: Mapping[str, Any], saved: Mapping[str, Any]) -
         for entry, value in live.items()
         if entry not in saved and entry.rpartition(".")[0] in known and not isinstance(value, torch.Tensor)
     }
-    is_other = any(_setting(entry)[1] not in _OF_SCHEDULES for entry in settings_added_later(live, saved))
+    is_other = any(_setting(entry)[1] not in OF_SCHEDULES for entry in settings_added_later(live, saved))
     return {} if is_other else kept
 
 
@@ -115,5 +125,5 @@ def _settings(groups: Mapping[str, int], saved: Mapping[str, Any]) -> Iterator[t
     tensors."""
     for entry, value in saved.items():
         parameter, key = _setting(entry)
-        if entry.startswith(GROUPS) and parameter in groups and not isinstance(value, TensorRef):
+        if entry.startswith(GROUPS) and parameter in groups and not any(refs_in(value)):
             yield entry, parameter, key, value

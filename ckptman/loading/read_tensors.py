@@ -19,6 +19,7 @@ from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.state.accelerators import buffer_if_any, give_buffer, on_device, record
 from ckptman.state.file_layout import address_of, flat, put, view_of
 from ckptman.state.local_shards import is_plain, local_parts
+from ckptman.state.program_faults import naming
 
 PIECE_BYTES = 4 * 1024 * 1024
 """What cannot go straight to its place passes through memory of this size."""
@@ -40,13 +41,14 @@ class Fill:
 def fills_for_all(saved: SavedState, targets: Mapping[str, torch.Tensor]) -> list[Fill]:
     """Return what this rank needs to fill tensors of its own, whole or sharded in any way. Raises: CorruptError."""
     saved.check(targets)  # together: that is faster
-    return [
-        fill
-        for name, target in targets.items()
-        for box, memory in local_parts(target, name)
-        if not box.is_empty
-        for fill in fills_for_box(saved, name, box.offsets, memory)
-    ]
+    fills: list[Fill] = []
+    for name, target in targets.items():
+        with naming(name):
+            parts = local_parts(target, name)
+        for box, memory in parts:
+            if not box.is_empty:
+                fills += fills_for_box(saved, name, box.offsets, memory)
+    return fills
 
 
 def fills_for_box(saved: SavedState, name: str, offsets: Sequence[int], memory: torch.Tensor) -> Iterator[Fill]:
@@ -174,7 +176,8 @@ def _unpack(saved: SavedState, fill: Fill, container: memoryview) -> None:
             f"{where} was saved with other scales than those of the tensor that it is loaded into: quantize that one "
             f"as the one that was saved. {NOT_USABLE}"
         )
-    put(fill.target, tensor)
+    with naming(fill.name):
+        put(fill.target, tensor)
 
 
 def check_container(loaded: object, chunk: ChunkPlace, where: str) -> None:

@@ -68,7 +68,7 @@ class RankResult:
     `rows`: packed rows of the chunk table; None: as in the save before. Their tensors are numbered through those that
     the ranks share and then `own_tensors`. `objects`: where the pickles of plain values lie. `seen`: whether the
     parameters are those of the save before. `nonfinite`: names of tensors that hold NaN or infinity. `health`: what
-    there is to say of this rank's device and node.
+    there is to say of this rank's device and node. `tied`: names of parameters that are one on this rank.
     """
 
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -81,6 +81,7 @@ class RankResult:
     seen: Seen | None = None
     nonfinite: tuple[str, ...] = ()
     health: RankHealth | None = None
+    tied: list[list[str]] = field(default_factory=list)
 
 
 class IndexWriter:
@@ -109,7 +110,10 @@ class IndexWriter:
             renumbered = [_renumber(self._rows[rank], tensors, rank, len(shared)) for rank in range(len(results))]
             self._records, self._table = assemble(self._tensors, renumbered)
         index = Index(
-            files=[data_name(rank) for rank in range(len(results))], tensors=self._records, objects=_objects(results)
+            files=[data_name(rank) for rank in range(len(results))],
+            tensors=self._records,
+            objects=_objects(results),
+            tied=sorted({tuple(names): names for each in results for names in each.tied}.values()),
         )
         units = [unit for each in results for unit in each.units]
         files = {name: record for each in results for name, record in each.files.items()}

@@ -139,7 +139,7 @@ class RetentionRunner:
         plan.leftovers[:] = [each for each in plan.leftovers if each.path not in pending]
         pruned = Pruned()
         try:
-            execute(self._root, plan, self._claim.next_tag(), self._disk, remove=remove, pruned=pruned)
+            execute(self._root, plan, self._claim.next_tag(), self._disk, remove=remove, pruned=pruned, later=True)
         except Exception as error:  # noqa: BLE001 what else went is room for the save that needs it
             self._failed(f"{type(error).__name__}: {error}")
         gone = [verdict for verdict in plan.deletions if verdict.record.sequence in pruned.deleted]

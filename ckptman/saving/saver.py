@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ from ckptman.comm.control_group import AllRanks, Call, Channel, RankFailed, fail
 from ckptman.comm.frozen import agree_on_frozen
 from ckptman.comm.replicas import compare_replicas
 from ckptman.errors import CommitError, ConfigError, RankLostError, warn_only
-from ckptman.format.manifest import Nonfinite
+from ckptman.format.manifest import Nonfinite, Replicas
 from ckptman.format.paths import data_name, step_folder
 from ckptman.io.failure_cause import FULL
 from ckptman.io.threads import Task, Worker
@@ -107,6 +107,9 @@ class Saver:
         self._neighbours = 1
         """How many ranks this host has, this one included."""
         self._file: RankFile | None = None
+        self._replicas: Replicas | None = None
+        self._is_compared = False
+        """What the comparison found that the first save with this plan made."""
         self._number = 0
         self._warned: set[str] = set()
         self.failed = 0
@@ -141,8 +144,6 @@ class Saver:
         if (differing := unlike_on_ranks(digests)) is not None:
             texts = control.gather(value_texts(shot, differing[0]) if control.rank in differing[1:] else {})
             raise ConfigError(told_difference(*differing, texts))
-        if not self._number and (warning := compare_replicas(control, shot, state)):
-            self._warn_once("replicas", warning)
         return Preflight(shot, max(failed), any(lost), all(fitting))
 
     def plan(self, control: Channel, snapshot: Snapshot) -> None:
@@ -156,7 +157,7 @@ class Saver:
             if refused := list(refused_tensors(file.special(snapshot))):
                 raise ConfigError("; ".join(refused))
             needs.mine = self._stager.needs(file) if self._stager is not None else (here, 0, 0)
-        self._file = file
+        self._file, self._replicas, self._is_compared = file, None, False
         self._neighbours = sum(host == here for host, _, _ in needs.all)
         if self._stager is None:
             return
@@ -175,8 +176,20 @@ class Saver:
                 f"{failed.failure.text}"
             )
 
+    def compare(self, control: Channel, state: Mapping[str, Any], snapshot: Snapshot) -> Replicas | None:
+        """Compare what several ranks hold, which is saved once for all of them. Every rank calls it, over `control`,
+        after `plan`. Raises: ConfigError, on every rank alike."""
+        assert self._file is not None
+        found = compare_replicas(control, snapshot, self._file.plan.shared, state)
+        for number, text in enumerate(found.warnings):
+            self._warn_once(f"replicas {number}", text)
+        if found.drift is not None:
+            self._note("replicas_differ", **found.drift)
+        return found.replicas
+
     def save(
         self,
+        control: Channel,
         state: Mapping[str, Any],
         snapshot: Snapshot,
         info: SaveInfo,
@@ -189,11 +202,12 @@ class Saver:
         Args:
             memory: where the same copy becomes a checkpoint in memory; `to_disk` False: there alone.
 
-        Every rank calls it, after `plan` of a snapshot of this kind. Raises: CommitError, on every rank alike.
+        Every rank calls it, after `plan` of a snapshot of this kind. Raises, on every rank alike: CommitError;
+        ConfigError, where ranks differ in what one of them saves for all.
         """
         begun = time.monotonic()
         if not to_disk:
-            self._save_to_memory(state, snapshot, info, memory, begun)
+            self._save_to_memory(control, state, snapshot, info, memory, begun)
             return None
         self._number += 1
         assert self._file is not None
@@ -204,12 +218,12 @@ class Saver:
         if self._running or blocks:  # from here on it waits for files
             self._watchdog.beat("save", info.step)
         if self._stager is None or blocks:
-            content = self._stage(state, snapshot, info.step, None)
+            content, info = self._compared(control, state, snapshot, info, None)
             try:
                 return self._write(self._number, content, info, begun, None)
             finally:
                 self.reported, self.failed = self._number, 0
-        content = self._stage(state, snapshot, info.step, self._stager)
+        content, info = self._compared(control, state, snapshot, info, self._stager)
         stall_seconds = time.monotonic() - begun
         self._note("save_staged", step=info.step, seconds=stall_seconds)
         if memory is not None:
@@ -223,14 +237,40 @@ class Saver:
         return None
 
     def _save_to_memory(
-        self, state: Mapping[str, Any], snapshot: Snapshot, info: SaveInfo, memory: MemorySaves | None, begun: float
+        self,
+        control: Channel,
+        state: Mapping[str, Any],
+        snapshot: Snapshot,
+        info: SaveInfo,
+        memory: MemorySaves | None,
+        begun: float,
     ) -> None:
         if memory is None or self._stager is None or not self._asynchronous or _is_leaving():
             return
-        content = self._stage(state, snapshot, info.step, self._stager)
+        content, info = self._compared(control, state, snapshot, info, self._stager)
         memory.begin(content, info, begun, time.monotonic() - begun)
         if isinstance(content, Content) and isinstance(content.tensors, Staged):
             content.tensors.slot.free = True  # but for the checkpoint that it becomes
+
+    def _compared(
+        self,
+        control: Channel,
+        state: Mapping[str, Any],
+        snapshot: Snapshot,
+        info: SaveInfo,
+        stager: Stager | None,
+    ) -> tuple[Content | Exception, SaveInfo]:
+        """Stage, and compare what several ranks hold, once for each plan: when it has been copied, so that nothing
+        changes in between. Raises: ConfigError, and then the save has failed."""
+        content = self._stage(state, snapshot, info.step, stager)
+        if not self._is_compared:
+            try:
+                self._replicas, self._is_compared = self.compare(control, state, snapshot), True
+            except BaseException as error:
+                _release(content)
+                self._note("save_failed", step=info.step, rank=-1, cause=str(error))
+                raise
+        return content, replace(info, replicas=self._replicas)
 
     def _stage(
         self, state: Mapping[str, Any], snapshot: Snapshot, step: int, stager: Stager | None

@@ -23,12 +23,13 @@ from ckptman.format.chunk_table import Rows
 from ckptman.state.file_layout import Layout, Placed, in_order
 from ckptman.state.local_shards import (
     Box,
+    Shared,
     describes_shards,
-    first_of_mesh,
     global_shape,
     is_plain,
     layout_of,
     local_parts,
+    mesh_of,
 )
 from ckptman.state.named_state import Snapshot
 
@@ -65,7 +66,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What one rank writes.
+    """What one rank writes, and what of it others hold as well.
 
     `tensors`: all tensors that ranks share, the same list on every rank; `own_tensors`: those that only this rank has.
     `objects`: flat names of the plain values, `units`: numbers of the snapshot's units, that this rank writes.
@@ -81,6 +82,7 @@ class WritePlan:
     own_units: tuple[int, ...] = ()
     paths: Mapping[str, Path] = field(default_factory=dict)
     own_paths: Mapping[str, Path] = field(default_factory=dict)
+    shared: tuple[Shared, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,9 @@ class _Table:
 
     tensors: tuple[Described, ...]
     meshes: tuple[int | None, ...]
-    """Of each of these tensors, the lowest rank of its mesh."""
+    """Of each of these tensors, what identifies its mesh."""
     loose: frozenset[str]
-    """Names of tensors that belong to no mesh, of the shards that such a one describes, of plain values, of units."""
+    """Names of tensors on a mesh, of the shards that a tensor describes, of plain values, of units."""
     paths: tuple[tuple[str, Path], ...]
 
 
@@ -131,21 +133,24 @@ def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> WritePl
     """Return the plan of one rank, given the names that each rank has."""
     tensors = _all_tensors(tables)
     holders = _Holders(tables)
-    writers = _meshes_that_write(tables)
-    held = []
+    meshes = _meshes(tables)
+    held, shared = [], []
     for name, tensor in snapshot.tensors.items():
-        if writers.get(name) != first_of_mesh(tensor) and not snapshot.is_own(name):
-            continue
+        is_own, mesh = snapshot.is_own(name), mesh_of(tensor)
+        number, count = (0, 1) if is_own else (meshes[name].index(mesh), len(meshes[name]))
         for part, (box, memory) in enumerate(local_parts(tensor, name)):
-            if snapshot.is_own(name):
+            if is_own:
                 ranks: tuple[int, ...] = (rank,)
             elif describes_shards(tensor):
-                ranks = holders.of(_shard_name(name, box))
+                ranks = holders.of(_shard_name(name, box)) or (rank,)
             else:
-                ranks = holders.among(box.holders, name)
+                ranks = holders.among(box.holders, _on_mesh(name, mesh)) or (rank,)
             whole = name in snapshot.from_lowest and box.holders is None
-            cut = is_plain(memory) and not whole
-            held.append(Held(name, Box(box.offsets, box.sizes, ranks or (rank,)), memory.dtype.itemsize, part, cut))
+            box = Box(box.offsets, box.sizes, ranks)
+            if (len(ranks) > 1 or count > 1) and not box.is_empty:
+                shared.append(Shared(name, box, part, ranks.index(rank), len(ranks), number, count))
+            if number == 0:  # the ranks of one mesh write, for all that have it on others
+                held.append(Held(name, box, memory.dtype.itemsize, part, is_plain(memory) and not whole))
     units = [number for number, unit in enumerate(snapshot.units) if unit.state not in snapshot.own]
     return WritePlan(
         signature=signature_of(snapshot),
@@ -157,6 +162,7 @@ def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> WritePl
         own_units=tuple(each for each, unit in enumerate(snapshot.units) if unit.state in snapshot.own),
         paths={name: path for table in {id(each): each for each in tables}.values() for name, path in table.paths},
         own_paths={name: path for name, path in snapshot.paths.items() if snapshot.is_own(name)},
+        shared=tuple(shared),
     )
 
 
@@ -232,10 +238,11 @@ def _table_of(snapshot: Snapshot) -> _Table:
         if describes_shards(each)
         for box, _ in local_parts(each, name)
     ]
+    on_meshes = (_on_mesh(name, mesh_of(each)) for name, each in shared.items())
     return _Table(
         tuple(_described(name, each) for name, each in shared.items()),
-        tuple(map(first_of_mesh, shared.values())),
-        frozenset([*shared, *snapshot.objects, *units, *shards]),
+        tuple(map(mesh_of, shared.values())),
+        frozenset([*on_meshes, *snapshot.objects, *units, *shards]),
         tuple((name, snapshot.paths[name]) for name in sorted(snapshot.paths) if not snapshot.is_own(name)),
     )
 
@@ -253,14 +260,20 @@ def _all_tensors(tables: Sequence[_Table]) -> tuple[Described, ...]:
     return tuple(known[name] for name in sorted(known))
 
 
-def _meshes_that_write(tables: Sequence[_Table]) -> dict[str, int | None]:
-    """Return of each tensor the mesh, by its lowest rank, whose ranks write it. Ranks that have it on other meshes,
-    such as those of other replicas of a model that is sharded over `mesh["tp"]`, have the very same."""
-    found: dict[str, int | None] = {}
+def _meshes(tables: Sequence[_Table]) -> dict[str, list[int | None]]:
+    """Return of each tensor the meshes that ranks have it on, such as those of the replicas of a model that is sharded
+    over `mesh["tp"]`: the first is that of the lowest rank."""
+    found: dict[str, list[int | None]] = {}
     for table in {id(each): each for each in tables}.values():
         for (name, _, _), mesh in zip(table.tensors, table.meshes):
-            found.setdefault(name, mesh)
+            known = found.setdefault(name, [])
+            if mesh not in known:
+                known.append(mesh)
     return found
+
+
+def _on_mesh(name: str, mesh: int | None) -> str:
+    return f"tensor {mesh} {name}"
 
 
 def _described(name: str, tensor: torch.Tensor) -> Described:

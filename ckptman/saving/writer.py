@@ -27,7 +27,7 @@ from ckptman.comm.control_group import Channel
 from ckptman.errors import ConfigError, ExistsError
 from ckptman.format.chunk_table import pack
 from ckptman.format.index import values_json
-from ckptman.format.manifest import FileRecord, Manifest, Mesh, Nonfinite
+from ckptman.format.manifest import FileRecord, Manifest, Mesh, Nonfinite, Replicas
 from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, parse_step, step_folder, values_name
 from ckptman.health.rank_report import RankHealth
 from ckptman.io.checksums import BLOCK_BYTES
@@ -58,6 +58,8 @@ class SaveInfo:
     restored_from: int | None = None
     metrics: Mapping[str, float] | None = None
     metadata: Mapping[str, Any] | None = None
+    asked: Mapping[str, str] | None = None
+    replicas: Replicas | None = None
 
     @property
     def nonfinite_metrics(self) -> tuple[str, ...]:
@@ -88,6 +90,7 @@ class Content:
     objects: dict[str, Any] = field(default_factory=dict)
     units: list[dict[str, Any]] = field(default_factory=list)
     own_units: list[dict[str, Any]] = field(default_factory=list)
+    tied: list[list[str]] = field(default_factory=list)
     watch: Watch | None = None
     finite: FiniteCheck | None = None
 
@@ -110,6 +113,7 @@ class Content:
             {name: _kept(snapshot.objects[name]) for name in file.plan.objects},
             [snapshot.units[number].as_unit() for number in file.plan.units],
             [snapshot.units[number].as_unit() for number in file.plan.own_units],
+            snapshot.tied,
             watch,
             finite,
         )
@@ -225,7 +229,9 @@ class Draft:
             restored_from=info.restored_from,
             metrics=dict(info.metrics or {}),
             metadata=dict(info.metadata or {}),
+            asked=dict(info.asked or {}),
             nonfinite=nonfinite,
+            replicas=info.replicas if world_size > 1 else None,
             block_bytes=BLOCK_BYTES,
             files=files,
         )
@@ -328,7 +334,7 @@ class CheckpointWriter:
         result.rows = None if self._leader_has_rows and self._rows == before else self._rows
         plan = content.file.plan
         result.own_tensors, result.paths = plan.own_tensors, dict(plan.own_paths)
-        result.objects, result.units = objects, content.units
+        result.objects, result.units, result.tied = objects, content.units, content.tied
         if self.health is not None:
             result.health = self.health.report()
         return result

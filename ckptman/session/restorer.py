@@ -15,7 +15,7 @@ from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.node_memory import InMemory
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.reader_lease import reading
-from ckptman.catalog.rollback_records import standing
+from ckptman.catalog.rollback_records import left_by
 from ckptman.catalog.verified import remember_damage
 from ckptman.comm.control_group import Channel, RankFailed, failing_as_one
 from ckptman.errors import (
@@ -91,6 +91,8 @@ class Restorer:
         """Whether what was loaded is in memory."""
         self.on_disk: Entry | None = None
         """Of what was on disk beside it the newest."""
+        self.asked: Mapping[str, str] = {}
+        """What the run of what was loaded asked of optimizers and schedules when it began."""
         self._control, self._place, self._attempt, self._beat = control, place, attempt, beat
         self.damaged: set[int] = set()
         """Commit sequences of the checkpoints that were skipped although they look complete."""
@@ -143,6 +145,7 @@ class Restorer:
                 self._skip(entry, error)
                 continue
             self._note_restored(entry.step, entry.path, time.monotonic() - begun, skipped)
+            self.asked = entry.require_manifest().asked
             return entry.step
         if refused:
             raise CorruptError(f"{self._place.root}: no checkpoint is good. " + " ".join(refused))
@@ -202,6 +205,7 @@ class Restorer:
                     refused.append(f"step {each.manifest.step} in memory: {error}")
                 else:
                     self.from_memory, self.on_disk = True, left[0] if left else None
+                    self.asked = each.manifest.asked
                     seconds = time.monotonic() - begun
                     self._note_restored(each.manifest.step, folder, seconds, skipped, _why_memory(each, left))
                     try:
@@ -231,9 +235,8 @@ class Restorer:
         if missing := found.missing:
             lost = sorted({name for name in missing if name.startswith("__")}) or missing
             return f"{len(lost)} of its parts are on no node that is left ({', '.join(lost[:3])})"
-        for rollback in standing(self._place.rollbacks()):
-            if rollback.time_seconds > manifest.time_seconds:
-                return f"it is older than the rollback to step {rollback.to_step}"
+        if (rollback := left_by(self._place.rollbacks(), manifest)) is not None:
+            return f"it is older than the rollback to step {rollback.to_step}"
         spoilt = Entry(manifest.step, self._place.root, manifest).spoilt
         if self._prefer_finite and spoilt and any(not each.spoilt for each in left):
             return f"NaN or infinity in {spoilt}"
@@ -253,6 +256,9 @@ class Restorer:
         before = dict(part)
         skipped = self._load(part, folder, others)
         state.update({name: value for name, value in part.items() if value is not before[name]})
+        if entry is not None:
+            of_entries = entry.require_manifest().asked
+            self.asked = {name: text for name, text in of_entries.items() if name.rpartition(".")[0] in part}
         step = entry.require_manifest().step if entry is not None and not others.only else 0
         self._note_restored(step, folder, time.monotonic() - begun, skipped, only=others.only)
         return step

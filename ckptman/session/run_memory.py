@@ -64,6 +64,7 @@ class RunMemory:
             node = NodeMemory(Path(str(tier.path)), root_id, this_node(os.environ))
             owner = Owner.of_this_process(root_id, session.root, node.node, session.run_id, session.job_id)
             places = _meet(control, node, owner)
+            session.outrank(control, max((each.order[0] for each in node.parts()), default=0))
         except (RankFailed, CkptmanError) as error:
             if isinstance(error, RankLostError):
                 raise

@@ -9,8 +9,8 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,13 +23,25 @@ from ckptman.catalog.prune import PrunePlan, execute
 from ckptman.catalog.tiers import claim_tiers, write_tiers
 from ckptman.catalog.writer_lock import Claim, claim
 from ckptman.comm.control_group import AllRanks, Channel, failing_as_one
-from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, SuspectError, masked, warn, warn_only
+from ckptman.errors import (
+    CkptmanError,
+    ConfigError,
+    CorruptError,
+    NotFoundError,
+    RootError,
+    SuspectError,
+    masked,
+    plain,
+    warn,
+    warn_only,
+)
 from ckptman.format.foreign import foreign_in
 from ckptman.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
 from ckptman.io.durable_files import Disk, folder_mode
 from ckptman.io.failure_cause import FULL, cause_of, is_broken_device
 from ckptman.policies.crash_loop import MOST_IN_VAIN, crashes_of, starts_in_vain, suspects
 from ckptman.policies.intervals import seconds_text
+from ckptman.runtime.attempts import highest_attempt
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.launcher import end_launcher_at_exit, launch_of
 from ckptman.runtime.log import tell, tell_event
@@ -39,6 +51,7 @@ from ckptman.runtime.outcome import (
     OUTCOME_ENV,
     Outcome,
     attempt_number,
+    own_outcome,
     read_outcome,
     report_node,
     this_node,
@@ -48,9 +61,6 @@ from ckptman.saving.writer import SaveInfo
 from ckptman.session.drain_process import Drainer
 from ckptman.session.timings import process_started
 from ckptman.state.named_state import Snapshot, mesh_of
-
-_MOST_ATTEMPTS = 10**6
-"""A journal is text that anybody may have damaged: no chain has so many."""
 
 
 @dataclass
@@ -68,6 +78,8 @@ class RunSession:
     claim: Claim | None = None
     journal: Journal | None = None
     drainer: Drainer | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the journal says of its start."""
     ended: str = ""
     """The state with which it ended; "" while it goes on."""
 
@@ -87,6 +99,22 @@ class RunSession:
                 session.release()
             raise
         return session or cast(RunSession, ranks.all[0])
+
+    def begin(self) -> None:
+        """Note on disk that the attempt runs, and under which number. Leader only."""
+        if self.journal is not None:
+            self.journal.bind(attempt=self.number)
+        self.note("attempt_started", sync=True, **self.facts)
+        self.write_outcome("running", 0, "", 0)
+
+    def outrank(self, control: Channel, attempt: int) -> None:
+        """Take a higher number than that of what this node has in memory, which may be all that is left of an attempt.
+        Every rank calls it. Raises on every rank alike: OSError."""
+        number = max(control.gather(attempt)) + 1
+        if number > self.number:
+            self.number = number
+            with failing_as_one():
+                control.run_on_leader(self.begin)
 
     def note(self, event: str, *, sync: bool = False, **fields: object) -> None:
         """Write an event to the journal; nothing on ranks that are not the leader."""
@@ -225,6 +253,7 @@ class RunSession:
         restored_from: int | None,
         metrics: Mapping[str, Any] | None,
         metadata: Mapping[str, Any],
+        asked: Mapping[str, str],
     ) -> SaveInfo:
         """Return what the manifest of a save of this attempt says about it; the `metrics` of the leader count.
 
@@ -242,6 +271,7 @@ class RunSession:
             restored_from=restored_from,
             metrics=numbers,
             metadata=metadata,
+            asked=asked,
         )
 
     def release(self, *, fill_tiers: bool = True) -> None:
@@ -264,7 +294,10 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
     if not entries:
         refuse_other_checkpoints(backend.root)
     manifests = [entry.manifest for entry in entries if entry.manifest is not None]
+    given = run_id is not None
     run_id = run_id or (manifests[-1].run_id if manifests else _last_run_id(backend.root)) or uuid.uuid4().hex[:12]
+    if not given:
+        _warn_of_copy(backend.root, run_id)
     job_id = os.environ.get("SLURM_JOB_ID")
     held = _claim(backend.root, run_id, job_id, disk)
     try:
@@ -274,10 +307,11 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
         finds = bool(entries or backend.list(abandoned=True))
         events = _events(backend.root)
         saves = typical_save_seconds(events)
-        session = RunSession(backend.root, _number(events), run_id, job_id, finds, saves, held)
+        highest = highest_attempt(backend.root, [each.manifest for each in entries if each.manifest is not None])
+        number = max(highest + 1, attempt_number(os.environ))
+        session = RunSession(backend.root, number, run_id, job_id, finds, saves, held)
         session.journal = Journal(journal_path(backend.root), disk=disk, tell=tell_event)
         session.journal.rotate()
-        session.journal.bind(attempt=session.number)
         claim_tiers(backend.root, backend.tiers, run_id, backend.run_ids, disk)
         if backend.tiers:
             write_tiers(backend.root, backend.tiers, disk)
@@ -287,8 +321,8 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
         facts |= {name: value for name, value in told.items() if value}
         # The process of a notebook may be days old.
         facts["process_seconds"] = time.time() if "ipykernel" in sys.modules else process_started()
-        session.note("attempt_started", sync=True, run_id=run_id, **facts)
-        session.write_outcome("running", 0, "", 0)
+        session.facts = {"run_id": run_id, **facts}
+        session.begin()
     except BaseException:
         held.release()
         raise
@@ -319,6 +353,17 @@ def refuse_other_checkpoints(root: Path, *, below: bool = False) -> None:
             f"{root} holds no checkpoints of ckptman, but {others[-1].path} is one of {others[-1].writer}: nothing is "
             f"started at 0 there. Name another root, or resume by {others[-1].writer}"
         )
+
+
+def _warn_of_copy(root: Path, run_id: str) -> None:
+    """Warn of a root that was copied: trackers take it for the run that it is a copy of."""
+    with contextlib.suppress(CkptmanError, OSError):
+        told, path = own_outcome(root), outcome_path(root)
+        if told is not None and (before := outcome_path(Path(told.root))).exists() and not before.samefile(path):
+            warn_only(
+                f"{root} is a copy of {plain(told.root)}, and goes on as the same run ({run_id}), also for W&B and "
+                f"MLflow. To make it another one, name it: Checkpointer(run_id=...)"
+            )
 
 
 def _check_privacy() -> None:
@@ -367,15 +412,6 @@ def _last_run_id(root: Path) -> str:
         named = [str(event["run_id"]) for event in _events(root) if event.get("run_id")]
         return named[-1] if named else ""
     return ""
-
-
-def _number(events: Sequence[Mapping[str, Any]]) -> int:
-    """Return which attempt this is: one more than the journal knows, or what the chain says if that is more."""
-    # Not all starts are in what is read of a long journal; each event says of which attempt it is.
-    numbers = (event.get("attempt") for event in events)
-    highest = max((each for each in numbers if type(each) is int and each < _MOST_ATTEMPTS), default=0)
-    started = len([event for event in events if event.get("event") == "attempt_started"])
-    return max(highest + 1, started + 1, attempt_number(os.environ))
 
 
 def _metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:

@@ -15,6 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.nn.parameter import is_lazy
+from xxhash import xxh3_64_intdigest
 
 from ckptman._torch_compat import (
     LocalShardsWrapper,
@@ -45,6 +47,23 @@ class Box:
     @property
     def is_empty(self) -> bool:
         return 0 in self.sizes
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A box that other ranks have too, or whose tensor they have on other meshes: it is written once, for all.
+
+    `part`: its number among this rank's local parts. This rank is number `holder` of the `holders` of the box, and its
+    mesh number `mesh` of the `meshes` that have a tensor of that name.
+    """
+
+    name: str
+    box: Box
+    part: int
+    holder: int
+    holders: int
+    mesh: int
+    meshes: int
 
 
 def local_parts(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, torch.Tensor]]:
@@ -115,6 +134,25 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a plain tensor as they lie in its memory, from the widest stride on; () where that is
+    their own order, or there is none. Sums over them are taken in another order in a transposed tensor."""
+    if not is_plain(tensor) or tensor.is_contiguous():
+        return ()
+    order = tuple(sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride()[axis], axis)))
+    return order if tensor.permute(order).is_contiguous() else ()
+
+
+def empty_in_order(
+    shape: Sequence[int], order: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return a new tensor whose dimensions lie in this order in memory."""
+    if len(order) != len(shape):
+        return torch.empty(torch.Size(shape), dtype=dtype, device=device)
+    places = sorted(range(len(order)), key=lambda place: order[place])
+    return torch.empty([shape[axis] for axis in order], dtype=dtype, device=device).permute(places)
+
+
 def _described_parts(tensor: Any, name: str) -> list[tuple[Box, torch.Tensor]]:
     """The shards that a tensor describes. Which ranks hold the same, it does not say."""
     memory, shape = tensor.detach(), tuple(tensor.global_shape)
@@ -155,14 +193,14 @@ def layout_of(tensor: torch.Tensor) -> Hashable:
     return type(tensor)
 
 
-def first_of_mesh(tensor: torch.Tensor) -> int | None:
-    """The lowest rank of the mesh that a tensor is sharded over; None: it belongs to none."""
-    return _lowest(tensor.device_mesh) if isinstance(tensor, DTensor) else None
+def mesh_of(tensor: torch.Tensor) -> int | None:
+    """What identifies the mesh that a tensor is sharded over, on every rank alike; None: it belongs to none."""
+    return _identity(tensor.device_mesh) if isinstance(tensor, DTensor) else None
 
 
 @lru_cache(maxsize=1024)
-def _lowest(mesh: DeviceMesh) -> int:
-    return int(mesh.mesh.min())
+def _identity(mesh: DeviceMesh) -> int:
+    return int(xxh3_64_intdigest(repr(mesh.mesh.tolist()).encode()))
 
 
 @lru_cache(maxsize=8192)
@@ -185,6 +223,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor is elements in rows and columns, so that a box of it is a tensor too."""
     return isinstance(tensor, ShardedTensor) or (tensor.layout == torch.strided and not tensor.is_nested)
+
+
+def refuse_lazy(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a parameter that has no shape yet. Raises: ConfigError."""
+    if is_lazy(tensor):
+        raise ConfigError(
+            f"{name} has no shape yet: a lazy module gets it in its first forward pass. Make one before restore() and "
+            f"before the first save, such as model(example) under torch.no_grad()"
+        )
 
 
 def refuse_unfillable(name: str, tensor: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ckptman.errors import ConfigError
+from ckptman.state.exact_load import load_exactly
 
 T = TypeVar("T")
 
@@ -89,7 +90,9 @@ def _state_of(value: Any) -> Any:
 
 def _loaded(value: Any, saved: Any) -> Any:
     """Return what was saved, in the object, dict, list or tensor that is there, as far as it fits into it."""
-    if hasattr(value, "load_state_dict"):
+    if isinstance(value, torch.optim.Optimizer):
+        load_exactly(value, saved)
+    elif hasattr(value, "load_state_dict"):
         value.load_state_dict(saved)
     elif type(value) is dict and type(saved) is dict:
         found = {key: _loaded(value.get(key), each) for key, each in saved.items()}

@@ -140,6 +140,8 @@ class Kept:
 
     def __init__(self, value: object, values: Any, decode: Callable[[Any], Any] | None = None) -> None:
         self._values, self._decode = values, decode
+        self.value = getattr(value, "value", None)
+        """What it is around: an optimizer, whose parameters have names."""
         self.per_rank, self.from_rank0 = (bool(getattr(value, kind, False)) for kind in ("per_rank", "from_rank0"))
 
     def state_dict(self) -> Any:
@@ -354,6 +356,9 @@ def _keep(value: Any) -> tuple[Any, Marks]:
     tensors: list[torch.Tensor] = []
     if isinstance(value, RNGState):
         kept: Any = Kept(value, value.generators(), value.encoded)
+    elif isinstance(value, torch.Tensor) and value.requires_grad:  # a parameter, by which its optimizer knows it
+        kept = value
+        tensors.append(value)
     elif getattr(value, "per_rank", False) or is_stateful(value):
         kept = Kept(value, _copy(value.state_dict(), tensors))
     else:

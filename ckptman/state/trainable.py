@@ -1,13 +1,13 @@
 """Modules that are trained in part, such as adapters on a frozen base: only that part of them is saved.
 
-What is frozen is told by a digest. That of a tensor is the sum of a product for each of its elements, with factors that
-depend on where the element is: so those of its shards add up to it, however it is sharded.
+What is frozen is told by a digest, to which those of its shards add up, however it is sharded.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,16 +15,15 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from xxhash import xxh3_128_hexdigest
 
-from ckptman._torch_compat import full_names, is_traceable_wrapper_subclass, versions_of
+from ckptman._torch_compat import full_names, versions_of
 from ckptman.errors import ConfigError
 from ckptman.state.file_layout import put
 from ckptman.state.local_shards import local_parts
+from ckptman.state.tensor_digest import Digester, components
 from ckptman.state.wrappers import unwrap
 
 FROZEN = "_frozen_parameters"
 """The entry of a saved Trainable that tells which frozen parameters it was trained with."""
-_AT_ONCE = 1 << 18
-"""So many elements are digested at a time: as many as stay in the cache of a core."""
 
 
 class FrozenPart(NamedTuple):
@@ -89,7 +88,7 @@ class Trainable:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what was saved. Whether the frozen parameters are the same is the caller's to check."""
         values = {name: each for name, each in state.items() if name != FROZEN}
-        set_model_state_dict(self.module, values, options=StateDictOptions(strict=False))
+        load_module(self.module, values, strict=False)
 
     def expect(self, saved: Mapping[str, Any]) -> None:
         """Take it, before a load, that what a checkpoint holds was trained, and that all else is as it has to be."""
@@ -138,11 +137,13 @@ class Trainable:
     def digest_frozen(self) -> dict[FrozenPart, int]:
         """Return the digests of the parts of the frozen parameters that this rank holds. It reads those that were
         changed since the last time."""
-        before, self._digested = self._digested, {}
+        before, self._digested, digester = self._digested, {}, Digester()
         for name, tensor in self._frozen_tensors().items():
             mark = _mark(tensor)
             known = before.get(name)
-            self._digested[name] = known if known is not None and known[0] == mark else (mark, _digest(name, tensor))
+            self._digested[name] = (
+                known if known is not None and known[0] == mark else (mark, _digest(digester, name, tensor))
+            )
         return {part: total for _, parts in self._digested.values() for part, total in parts.items()}
 
     def agree(self, digests: Iterable[Mapping[FrozenPart, int]]) -> None:
@@ -195,6 +196,57 @@ def module_state(module: torch.nn.Module) -> dict[str, Any]:
         return module.state_dict()
 
 
+def load_module(module: torch.nn.Module, values: dict[str, Any], *, strict: bool = True) -> None:
+    """Give a module what `module_state` gave, by its own `load_state_dict()`, whatever arguments that takes."""
+    with _taking_keywords(module):
+        set_model_state_dict(module, values, options=StateDictOptions(strict=strict))
+
+
+def loads_as_a_whole(module: torch.nn.Module) -> bool:
+    """Return whether a module has a `load_state_dict()` of its own. Torch calls that of the outermost module alone."""
+    return getattr(module.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict
+
+
+@contextmanager
+def _taking_keywords(module: torch.nn.Module) -> Iterator[None]:
+    """Let torch call `load_state_dict(state_dict=, strict=, assign=)` of a module whose own takes less, or by other
+    names. All that a program promises by it is that `load_state_dict(state_dict)` works."""
+    own, given = module.load_state_dict, vars(module)
+    accepted = _keywords(own)
+    if accepted is None:
+        yield
+        return
+    before = {name: given[name] for name in ("load_state_dict",) if name in given}
+
+    def put_own_back() -> None:
+        given.pop("load_state_dict", None)
+        given.update(before)
+
+    def load(state_dict: dict[str, Any], strict: bool, assign: bool) -> Any:
+        put_own_back()
+        if not strict and "strict" not in accepted:
+            state_dict = {**module.state_dict(), **state_dict}
+        return own(state_dict, **({"strict": strict} if "strict" in accepted else {}))
+
+    given["load_state_dict"] = load
+    try:
+        yield
+    finally:
+        put_own_back()
+
+
+def _keywords(load: Callable[..., Any]) -> set[str] | None:
+    """Return the names of the arguments of a `load_state_dict()`; None: it takes those that torch gives it."""
+    try:
+        signature = inspect.signature(load)
+        signature.bind(state_dict={}, strict=True, assign=False)
+    except TypeError:
+        return {*signature.parameters}
+    except ValueError:  # it is not written in Python
+        return None
+    return None
+
+
 def module_of(value: object) -> torch.nn.Module | None:
     """Return an entry of the state as a module, if it is one; of a Trainable, the whole module."""
     if isinstance(value, Trainable):
@@ -237,59 +289,16 @@ def _with_parents(name: str) -> list[str]:
 
 def _mark(tensor: torch.Tensor) -> object:
     """Return what changes when a tensor is changed, as torch counts it, or takes other memory."""
-    parts = [_plain(piece) for _, part in local_parts(tensor) for piece in _pieces(part)]
+    parts = [piece for _, part in local_parts(tensor) for piece in components(part)]
     try:
         return [each.data_ptr() for each in parts], versions_of(parts)
     except RuntimeError:  # made in inference mode, where nothing is counted
         return object()
 
 
-def _digest(name: str, tensor: torch.Tensor) -> dict[FrozenPart, int]:
+def _digest(digester: Digester, name: str, tensor: torch.Tensor) -> dict[FrozenPart, int]:
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    digests = {}
-    for box, part in local_parts(tensor, name):
-        totals = [_total(_plain(piece), box.offsets) for piece in _pieces(part)]
-        digests[FrozenPart(name, dtype, shape, box.offsets)] = (
-            sum((2 * number + 1) * total for number, total in enumerate(totals)) % 2**64
-        )
-    return digests
-
-
-def _pieces(part: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a tensor is made of, such as the numbers and scales of a quantized one."""
-    if not is_traceable_wrapper_subclass(part):
-        return [part]
-    names, _ = part.__tensor_flatten__()
-    return [piece for name in names for piece in _pieces(getattr(part, name))]
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().as_subclass(torch.Tensor)
-
-
-def _total(part: torch.Tensor, offsets: Sequence[int]) -> int:
-    """Return the sum that stands for a part of a tensor, of 64 bits."""
-    if not part.numel():
-        return 0
-    offsets = [*[0] * (part.dim() - len(offsets)), *offsets][: part.dim()]
-    part, offsets = (part.reshape(1), [0]) if not part.dim() else (part, offsets)
-    bits = part.contiguous().view({1: torch.uint8, 2: torch.int16}.get(part.dtype.itemsize, torch.int32))
-    wider = bits.shape[-1] // part.shape[-1]
-    columns = _factors(bits.dim(), offsets[-1] * wider, bits.shape[-1], bits.device)
-    rows = torch.ones(1, dtype=torch.int64, device=bits.device)
-    for axis, (offset, size) in enumerate(zip(offsets[:-1], bits.shape[:-1])):
-        rows = (rows[:, None] * _factors(axis, offset, size, bits.device)).flatten()
-    table, total = bits.reshape(len(rows), -1), torch.zeros((), dtype=torch.int64, device=bits.device)
-    stride = max(1, _AT_ONCE // table.shape[1])
-    for first in range(0, len(rows), stride):
-        sums = (table[first : first + stride].to(torch.int64) * columns).sum(1)
-        total += (sums * rows[first : first + stride]).sum()
-    return int(total.item())
-
-
-def _factors(axis: int, offset: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return odd numbers of 64 bits, which look random, for positions along an axis."""
-    numbers = torch.arange(offset + 1, offset + 1 + size, dtype=torch.int64, device=device) + (axis << 48)
-    for shift, factor in ((31, -0x61C8864680B583EB), (29, -0x40A7B892E31B1A47), (32, -0x6B2FB644ECCEEE15)):
-        numbers = (numbers ^ (numbers >> shift)) * factor
-    return numbers | 1
+    return {
+        FrozenPart(name, dtype, shape, box.offsets): int(digester.digest(part, box.offsets).item()) % 2**64
+        for box, part in local_parts(tensor, name)
+    }

@@ -8,6 +8,7 @@ from typing import Any
 
 _INSIDE = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "lightning.fabric.wrappers._FabricModule": "_forward_module",
     "lightning.fabric.wrappers._FabricOptimizer": "optimizer",

@@ -114,6 +114,46 @@ def test_a_copy_of_a_parameter_that_is_the_parameter_itself_this_time(tmp_path):
     assert torch.equal(fresh.weight, model.weight)
 
 
+class LanguageModel(nn.Module):
+    """Its head may have the weights of its embedding, which are more than are compared at a time."""
+
+    def __init__(self, tie):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5000, 64), nn.Linear(64, 5000, bias=False)
+        if tie:
+            self.head.weight = self.embedding.weight
+
+
+def test_weights_that_were_saved_apart_do_not_fit_where_they_are_tied(tmp_path):
+    tied, apart = LanguageModel(tie=True), LanguageModel(tie=False)
+    with torch.no_grad():
+        apart.head.weight.copy_(apart.embedding.weight)
+        apart.head.weight[-1, -1] += 1  # all else is the same
+    round_trip(tmp_path / "tied", {"model": tied}, {"model": LanguageModel(tie=True)})
+    before = tied.embedding.weight.clone()
+    told = r"model\.head\.weight: in this run the same memory as .*untie"
+    with pytest.raises(ckptman.MismatchError, match=told):
+        round_trip(tmp_path / "apart", {"model": apart}, {"model": tied})
+    with pytest.raises(ckptman.MismatchError, match=told):
+        ckptman.load({"model": tied}, tmp_path / "apart")
+    assert torch.equal(tied.embedding.weight, before)
+    untied = LanguageModel(tie=False)
+    ckptman.load({"model": untied}, tmp_path / "tied")
+    assert torch.equal(untied.head.weight, tied.head.weight)
+
+
+def test_weights_that_were_tied_and_are_not_any_more_are_named(tmp_path):
+    round_trip(tmp_path, {"model": LanguageModel(tie=True)}, {"model": LanguageModel(tie=True)})
+    told = (
+        r"model\.embedding\.weight and model\.head\.weight were one parameter .*trained apart.*tie them before restore"
+    )
+    with (
+        pytest.warns(RuntimeWarning, match=told),
+        ckptman.Checkpointer(tmp_path, {"model": LanguageModel(tie=False)}, deadline=None) as checkpointer,
+    ):
+        checkpointer.restore()
+
+
 class StalledDisk(Disk):
     """Holds what the background thread flushes until it is let go."""
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import ckptman
 from ckptman.catalog import rollback
 from ckptman.policies import EverySteps, OnStop
+from ckptman.runtime.attempts import highest_attempt
 from ckptman.runtime.journal import read_journal
 from ckptman.saving import memory_saves
 from tests.helpers.apps import App
@@ -216,7 +217,7 @@ def test_a_rollback_leaves_memory_behind(tmp_path, shm):
     root = tmp_path / "root"
     killed_at(11, 2, root, shm, disk_steps=4)
     plan = partial(rollback.plan_rollback, root, 4)
-    rollback.execute(root, plan, why="a test", by="pytest", time_seconds=time.time())
+    rollback.execute(root, plan, why="a test", by="pytest", time_seconds=time.time(), highest=highest_attempt)
     assert finished(2, root, shm, disk_steps=4)[0] == {4}
     assert "rollback" in events(root, "memory_refused")[0]["reason"]
 
@@ -281,6 +282,43 @@ def test_restore_of_a_step_takes_it_from_where_it_is(tmp_path, shm):
             checkpointer.restore(step=5)
 
 
+def test_the_newest_is_known_without_a_journal(tmp_path, shm, far):
+    """The journal and the outcome are gone, as after a purge of a scratch file system."""
+    for step in (3, 6, 9):
+        crashed_at(tmp_path, shm, step, **far)
+    for name in ("journal.jsonl", "outcome.json"):
+        (tmp_path / ".ckptman" / name).unlink()
+    with open_run(tmp_path, shm, App(seed=1), **far) as checkpointer:
+        assert checkpointer.restore() == 9
+        assert checkpointer.attempt == 4, "memory has one of the third"
+    assert [each["attempt"] for each in events(tmp_path, "attempt_started")][-1] == 4
+
+
+def test_memory_of_long_ago_is_no_match_for_the_disk(tmp_path, shm, far):
+    for step in (3, 6, 9):
+        crashed_at(tmp_path, shm, step, **far)
+    (held,) = node_folders(shm)
+    shutil.move(held, away := tmp_path.with_name("away"))
+    with open_run(tmp_path, shm, App(seed=1), save_policy=EverySteps(1)) as checkpointer:
+        checkpointer.restore()
+        for step in range(1, 13):
+            step_alone(checkpointer, step)
+    for folder in node_folders(shm):
+        shutil.rmtree(folder)
+    shutil.move(away, held)
+    assert restored(tmp_path, shm, **far) == 12
+
+
+@pytest.mark.parametrize("skew_seconds", [-3600, 0, 3600])
+def test_a_rollback_leaves_memory_behind_whatever_clocks_say(tmp_path, shm, skew_seconds):
+    crashed_at(tmp_path, shm, 10, save_policy=EverySteps(4))
+    plan, now = partial(rollback.plan_rollback, tmp_path, 4), time.time() + skew_seconds
+    rollback.execute(tmp_path, plan, why="a test", by="pytest", time_seconds=now, highest=highest_attempt)
+    crashed_at(tmp_path, shm, 6, save_policy=EverySteps(100))  # from step 4, and step 6 is in memory
+    assert [each["step"] for each in events(tmp_path, "restored")][-1] == 4
+    assert restored(tmp_path, shm, save_policy=EverySteps(100)) == 6, "what came after it counts"
+
+
 def test_a_run_that_has_nothing_left_to_do_saves_what_was_in_memory_alone(tmp_path, shm, far):
     crashed_at(tmp_path, shm, 9, **far)
     assert restored(tmp_path, shm, copies=2, **far) == 9
@@ -337,7 +375,10 @@ def test_a_copy_of_a_root_does_not_share_its_memory(tmp_path, shm):
     crashed_at(tmp_path / "a", shm, 5, **policy)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     crashed_at(tmp_path / "a", shm, 7, **policy)
-    with pytest.warns(RuntimeWarning, match="one of them is a copy of the other"):
+    with (
+        pytest.warns(RuntimeWarning, match="goes on as the same run"),
+        pytest.warns(RuntimeWarning, match="one of them is a copy of the other"),
+    ):
         assert restored(tmp_path / "b", shm, **policy) == 4
     assert node_folders(shm)
 

@@ -16,6 +16,7 @@ from ckptman.format.sealed_json import SealError, seal, unseal
 from ckptman.io.durable_files import DISK
 from ckptman.policies.retention import KeepLast
 from ckptman.policies.tiers import Tier
+from ckptman.runtime.attempts import highest_attempt
 from tests.helpers.checkpoints import commit
 
 
@@ -68,7 +69,9 @@ def test_a_note_that_has_changed_says_nothing(tmp_path):
 def test_a_rollback_that_has_changed_is_an_error(tmp_path):
     for step in (10, 20):
         commit(tmp_path, step)
-    execute(tmp_path, lambda: plan_rollback(tmp_path, 10), why="loss", by="me", time_seconds=1.0)
+    execute(
+        tmp_path, lambda: plan_rollback(tmp_path, 10), why="loss", by="me", time_seconds=1.0, highest=highest_attempt
+    )
     path = rollback_path(tmp_path, 1)
     change(path, b'"sequence": 2' if b'"sequence": 2' in path.read_bytes() else b'"sequence":2', b'"sequence":3')
     with pytest.raises(CorruptError, match="nobody can tell which checkpoints were abandoned"):

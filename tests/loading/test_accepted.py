@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 from pathlib import Path
 
 import pytest
@@ -265,7 +266,7 @@ def test_what_has_another_shape_cannot_be_accepted(path):
             way(fresh, path, missing=["*"], unexpected=["*"])
         assert content(fresh) == before
         assert not caught.value.call
-        assert "What is different cannot be accepted" in str(caught.value)
+        assert "Differences in shape or dtype cannot be accepted" in str(caught.value)
 
 
 def test_load_says_what_it_skipped(path):
@@ -383,3 +384,43 @@ def test_a_sharded_model_gets_an_adapter(tmp_path):
     assert not [name for name in restored if "state.lora" in name]
     assert len([name for name in adapted if "state.lora" in name]) == 6
     assert run_ranks(1, adapt, root, patterns)[0][0] == adapted
+
+
+# ---- groups of an optimizer that are others now --------------------------------------------------------------------
+
+
+def test_a_group_that_was_added_while_training(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
+    grown = torch.optim.Adam([{"params": list(each.parameters())} for each in model])
+    with ckptman.Checkpointer(tmp_path, {"model": model, "optimizer": grown}, deadline=None) as checkpointer:
+        checkpointer.save(1)
+    fresh = torch.optim.Adam(model[0].parameters())
+    with pytest.raises(ckptman.MismatchError) as caught:
+        restore({"model": model, "optimizer": fresh}, tmp_path / "step-0000000001")
+    told = str(caught.value).splitlines()
+    assert "    optimizer.param_groups.1.bias.* (11)" in told
+    assert (
+        "  These parameters were in a group of the optimizer then: 1.bias, 1.weight of 'optimizer'. Add them "
+        "(add_param_group) before restore()." in told
+    )
+    assert len(told) < 10
+    assert len(caught.value.unexpected) == 22
+    assert pickle.loads(pickle.dumps(caught.value)).hint == caught.value.hint
+    fresh.add_param_group({"params": list(model[1].parameters())})
+    restore({"model": model, "optimizer": fresh}, tmp_path / "step-0000000001")
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_groups_of_unlike_settings_that_are_one_now(tmp_path, kind):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
+    apart = [{"params": list(each.parameters()), "lr": kind(lr)} for each, lr in zip(model, (0.01, 0.25))]
+    with ckptman.Checkpointer(tmp_path, {"model": model, "optimizer": torch.optim.Adam(apart, foreach=False)}) as saves:
+        saves.save(1)
+    one = torch.optim.Adam(model.parameters(), lr=kind(0.01), foreach=False)
+    with (
+        ckptman.Checkpointer(tmp_path, {"model": model, "optimizer": one}) as saves,
+        pytest.raises(
+            ckptman.MismatchError, match=r"\.1\.bias\.lr: checkpoint 0\.25, this run 0\.01 as of 0.* its group"
+        ),
+    ):
+        saves.restore()

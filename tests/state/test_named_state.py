@@ -1,5 +1,6 @@
 """Modules are saved by the names that they give."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -43,3 +44,70 @@ def test_a_module_whose_state_dict_has_other_names_than_its_parameters(tmp_path)
 
 def saved_names(path):
     return list(ckptman.StorageReader(path).read_metadata().state_dict_metadata)
+
+
+class Loaded(nn.Linear):
+    """Counts its own loads: a restore is one."""
+
+    loads = 0
+
+
+class Short(Loaded):
+    def load_state_dict(self, state_dict, strict=True):
+        self.loads += 1
+        return super().load_state_dict(state_dict, strict)
+
+
+class Renamed(Loaded):
+    def load_state_dict(self, d, strict=True, assign=False):
+        self.loads += 1
+        return super().load_state_dict(d, strict, assign)
+
+
+class Shortest(Loaded):
+    def load_state_dict(self, values):
+        self.loads += 1
+        return super().load_state_dict(values)
+
+
+class Open(Loaded):
+    def load_state_dict(self, *args, **kwargs):
+        self.loads += 1
+        return super().load_state_dict(*args, **kwargs)
+
+
+def patched():
+    module = Loaded(2, 2)
+    own = module.load_state_dict
+
+    def load_state_dict(values):
+        module.loads += 1
+        return own(values)
+
+    module.load_state_dict = load_state_dict
+    return module
+
+
+WRAPS = {
+    "nothing": lambda module: module,
+    "compile": lambda module: torch.compile(module, backend="eager"),
+    "Trainable": ckptman.Trainable,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("kind", [Short, Renamed, Shortest, Open, patched])
+def test_a_load_state_dict_of_the_users_is_called_whatever_it_takes(tmp_path, kind, wrap):
+    weights = []
+    for _ in range(2):
+        module = kind() if kind is patched else kind(2, 2)
+        module.bias.requires_grad_(wrap != "Trainable")
+        torch.nn.init.zeros_(module.bias)
+        own = vars(module).get("load_state_dict")
+        with ckptman.Checkpointer(tmp_path, {"model": WRAPS[wrap](module)}, deadline=None) as checkpointer:
+            start = checkpointer.restore()
+            checkpointer.step(start + 1)
+        weights.append(module.weight)
+        assert module.loads == start
+        assert vars(module).get("load_state_dict") is own
+    assert torch.equal(*weights)

@@ -603,7 +603,7 @@ def test_containers_are_filled_where_they_are(tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "told"),
-    [({"x": torch.zeros(1).expand(4)}, r"t\.x is expanded"), ((torch.zeros(1),), r"t\.0 is a tensor in a tuple")],
+    [({"x": torch.zeros(1).expand(4)}, r"t\.x is expanded"), ({torch.zeros(1)}, r"t\.0 is a tensor in a set")],
 )
 def test_what_no_load_fills_is_refused_before_it_is_saved(tmp_path, value, told):
     with (

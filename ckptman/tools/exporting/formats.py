@@ -69,7 +69,7 @@ def torch_file(choice: Choice, name: str) -> FilePlan:
         if choice.renamed:
             tree: Any = {item.name: fake(TensorRef(item.source)) for item in choice.items} | choice.values
         else:
-            tree = replace_refs(choice.tree, fake)
+            tree = replace_refs(choice.tree, fake, as_arrays=False)
         order = [item for item in choice.items if item.bytes]
         recorder = WriteRecorder()
         torch.save(tree, recorder)  # type: ignore[arg-type]

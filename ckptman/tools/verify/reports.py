@@ -203,6 +203,7 @@ class VerifyReport:
         """Return the same, for JSON."""
         problems = [*map(str, self.damage), *self.problems]
         found = self.manifest.nonfinite if self.manifest is not None else None
+        replicas = self.manifest.replicas if self.manifest is not None else None
         return {
             "step": self.step,
             "path": str(self.path),
@@ -223,4 +224,5 @@ class VerifyReport:
             "plans": [asdict(plan) for plan in self.plans],
             "remarks": self.remarks,
             "nonfinite": found.model_dump(mode="json") if found is not None else None,
+            "replicas": replicas,
         }
