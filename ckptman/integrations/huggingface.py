@@ -7,6 +7,7 @@ import inspect
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,11 +24,13 @@ from ckptman.comm.control_group import Channel
 from ckptman.data.persistent_workers import draw_apart
 from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.errors import CommitError, ConfigError, MismatchError
+from ckptman.integrations.epoch_start import BeforeEpochStart
 from ckptman.policies.retention import KeepBest, KeepLast, RetentionPolicy
 from ckptman.policies.save_policies import BeforeDeadline, OnStop
 from ckptman.run import Run
 from ckptman.state.generators import RNGState
 from ckptman.state.trainable import Trainable
+from ckptman.state.unsaved_values import UnsavedValues
 
 _Trainer: Any = object
 """What the mixin is mixed with, and finds behind `super()`."""
@@ -79,8 +82,10 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         _refuse_unsupported(self)
         self.callback_handler.callbacks.insert(0, _Watch(self))
+        self._unsaved_values = UnsavedValues(self._without_state)
         self._block = contextlib.ExitStack()
         self._generators: dict[str, Any] | None = None
+        self._before_epoch: BeforeEpochStart | None = None
         self._ended_step, self._is_saved, self._save_asked, self._epoch_batches = 0, True, False, 0
 
     # ---- what a program calls ----------------------------------------------------------------------------------
@@ -136,6 +141,10 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
 
     # ---- what the loop of the Trainer calls --------------------------------------------------------------------
 
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        _, steps = super()._init_training_state(*args, **kwargs)
+        return _FirstEpoch(self), steps
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         model, loader = super()._prepare_for_training(*args, **kwargs)
         if not isinstance(loader, ResumableLoader):
@@ -148,13 +157,11 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
         return model, loader
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        """Run what is left of an epoch: all, nothing, or that behind the batches which a run before consumed."""
+        """Run what is left of an epoch: all, or that behind the batches which a run before consumed."""
         if self._generators is not None:
             self._resume()
         loader, epoch = self._loader, kwargs["epoch"]
-        if self._progress.is_over or self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-        if epoch < loader.epoch or self.control.should_training_stop:
+        if self.control.should_training_stop:
             return
         if callable(set_epoch := getattr(getattr(loader.loader, "dataset", None), "set_epoch", None)):
             set_epoch(epoch)
@@ -167,7 +174,11 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
         updates = math.ceil(left / self.args.gradient_accumulation_steps)
         if left:
             kwargs |= {"train_dataloader": batches, "steps_in_epoch": left, "num_update_steps_per_epoch": updates}
-            super()._run_epoch(**kwargs)
+            try:
+                super()._run_epoch(**kwargs)
+            except _Stopped:  # the epoch is not over, and nobody is told that it is
+                self.control.should_training_stop = True
+                return
         if self.control.should_epoch_stop or (
             not self.control.should_training_stop and next(batches, None) is not None
         ):
@@ -180,8 +191,7 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
         """End the step before, with all that was logged and evaluated in it; then as the Trainer."""
         self._end_step()
         if self.checkpointer.should_stop():
-            self.control.should_training_stop = True
-            return [], None
+            raise _Stopped
         return super().get_batch_samples(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -192,6 +202,8 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
         self._save_asked = "save_policy" not in self._settings
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self._generators is not None:  # nothing was left to train
+            self._resume()
         if not self._is_saved and not self.checkpointer.should_stop():
             with contextlib.suppress(CommitError):  # of a save before: this one makes up for it, or fails as well
                 self.checkpointer.wait()
@@ -253,6 +265,17 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
         RNGState().load_state_dict(self._generators)
         self._generators = None
         self.checkpointer.state["accumulated"].put_back()
+        if self._before_epoch is not None:
+            warns = self.is_world_process_zero()
+            self._before_epoch.put_back(hook="on_epoch_begin", earlier="on_epoch_end", warns=warns)
+            self._before_epoch = None
+
+    def _begin_epoch(self) -> None:
+        """Note what the callbacks that follow may change, if they were told of this epoch before it was saved."""
+        if self._generators is not None and self._loader.batch:
+            holders = [(self._progress.of_callbacks, self._progress.load_callbacks)]
+            module, schedulers = self.accelerator.unwrap_model(self.model), [self.lr_scheduler]
+            self._before_epoch = BeforeEpochStart(module, [self.optimizer], schedulers, holders)
 
     def _end_step(self) -> None:
         """End the last step, if it is not ended, and save if it was asked for."""
@@ -261,6 +284,8 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
             self._ended_step = step
             reason = self.checkpointer.step(step, _metrics(self.state.log_history, step))
             self._is_saved = reason is not None
+            if self.is_world_process_zero():
+                self._unsaved_values.end_step(is_saved=self._is_saved)
         if self._save_asked and reason is None:
             self._save_step("asked for by the Trainer")
         self._save_asked = False
@@ -269,6 +294,20 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
         step = self.state.global_step
         self.checkpointer.save(step, _metrics(self.state.log_history, step), reason=reason)
         self._is_saved = True
+
+    def _without_state(self) -> dict[Any, str]:
+        """Return the callbacks of the user that transformers asks for no state, and the Trainer, with how they would
+        save what they keep."""
+        remedy = "inherit from transformers.trainer_callback.ExportableState and return such values from state()"
+        found: dict[Any, str] = {
+            each: remedy
+            for each in self.callback_handler.callbacks
+            if not isinstance(each, ExportableState | _Watch) and not type(each).__module__.startswith("transformers.")
+        }
+        found[self] = (
+            "keep such values in an object with state_dict() and load_state_dict(), and that in checkpointer['state']"
+        )
+        return found
 
     def _saved_model(self) -> torch.nn.Module | Trainable:
         """Return the model; of adapters on a base, what is trained of it."""
@@ -283,6 +322,22 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
         finally:
             channel.close()
         return None if best is None else str(best.path)
+
+
+class _Stopped(Exception):
+    """Leaves an epoch where a run was asked to stop."""
+
+
+class _FirstEpoch:
+    """The number of the first epoch of a Trainer that has one left, known when it has restored."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __index__(self) -> int:
+        state = self._trainer.state
+        is_over = self._trainer._progress.is_over or state.global_step >= state.max_steps
+        return sys.maxsize if is_over else int(self._trainer._loader.epoch)
 
 
 class _Progress:
@@ -306,7 +361,7 @@ class _Progress:
         return {
             **{name: _plain(getattr(state, name)) for name in _STATE},
             "log_history": self._log_lines(state.log_history),
-            "callbacks": {name: [each.state()["attributes"] for each in found] for name, found in self._callbacks()},
+            "callbacks": self.of_callbacks(),
             "epoch_steps": self._epoch_steps,
             "is_over": control.should_training_stop and state.global_step < state.max_steps,
         }
@@ -317,11 +372,19 @@ class _Progress:
         for name in _STATE:
             setattr(state, name, saved[name])
         state.log_history = [json.loads(line) for line in saved["log_history"].splitlines()]
-        for name, found in self._callbacks():
-            for callback, attributes in zip(found, saved["callbacks"].get(name, [])):
-                vars(callback).update(attributes)
+        self.load_callbacks(saved["callbacks"])
         self.is_over = saved["is_over"] and not self._trainer._goes_on
         self._saved_epoch_steps = saved["epoch_steps"]
+
+    def of_callbacks(self) -> dict[str, list[Any]]:
+        """Return what the callbacks save of themselves, by their classes."""
+        return {name: [each.state()["attributes"] for each in found] for name, found in self._callbacks()}
+
+    def load_callbacks(self, saved: Mapping[str, Any]) -> None:
+        """Give it back to those of the same class."""
+        for name, found in self._callbacks():
+            for callback, attributes in zip(found, saved.get(name, [])):
+                vars(callback).update(attributes)
 
     def fit_to_epochs(self) -> None:
         """Let the last step be that of the last epoch, also where epochs had another number of steps before."""
@@ -387,6 +450,10 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Let an epoch that goes on begin once."""
+        self._trainer._begin_epoch()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the epoch by all of its batches, and not by those that were left of it."""

@@ -13,16 +13,19 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptman.checkpointer import Checkpointer
 from ckptman.data.persistent_workers import draw_apart
 from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.errors import CommitError, ConfigError, MismatchError
+from ckptman.integrations.epoch_start import BeforeEpochStart
 from ckptman.integrations.lightning_metrics import EpochMetrics
 from ckptman.policies.retention import KeepBest, KeepLast
 from ckptman.policies.save_policies import BeforeDeadline, EverySteps, OnStop
 from ckptman.state.generators import RNGState
+from ckptman.state.unsaved_values import UnsavedValues
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -105,11 +108,13 @@ class CkptmanCallback(Callback):
         self._block: contextlib.ExitStack | None = None
         self._ended_step = 0
         self._put_back: dict[str, Any] | None = None
+        self._before_epoch: BeforeEpochStart | None = None
         self._metrics_before: dict[str, Any] = {}
         self._of_validation: set[str] = set()
         self._is_validated = False
         self._unsaved: dict[str, Any] | None = None
         """The metrics of the last step, if it is not saved."""
+        self._unsaved_values = UnsavedValues(lambda: self._progress.without_state())
 
     @property
     def exit_code(self) -> int:
@@ -169,7 +174,7 @@ class CkptmanCallback(Callback):
                 f"{error.where} was not saved by a Trainer of Lightning, but by another program: give this run a root "
                 f"of its own, and the weights to its model (ckptman.load)"
             ) from None
-        self._put_back = self._unsaved = None
+        self._put_back = self._before_epoch = self._unsaved = None
         if self._progress.is_restored:
             self._put_back = RNGState().state_dict()
             trainer.num_sanity_val_steps = 0  # as Lightning does: it would change what was restored
@@ -181,6 +186,11 @@ class CkptmanCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the handlers of Lightning off."""
         self._own_signals(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note what the hooks that follow may change, if they were called for this epoch before it was saved."""
+        if self._put_back is not None and self._progress.is_within_epoch:
+            self._before_epoch = self._progress.before_epoch_start()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what was logged before."""
@@ -240,6 +250,11 @@ class CkptmanCallback(Callback):
         if self._put_back is not None:
             RNGState().load_state_dict(self._put_back)
             self._put_back = None
+            if self._before_epoch is not None:
+                self._before_epoch.put_back(
+                    hook="on_train_epoch_start", earlier="on_train_epoch_end", warns=trainer.is_global_zero
+                )
+                self._before_epoch = None
             if self._progress.is_within_epoch:
                 self._progress.put_back()
                 self._loaders.epoch = self._progress.epoch
@@ -267,6 +282,8 @@ class CkptmanCallback(Callback):
             self.checkpointer.save(step, metrics, reason=reason)
         self._is_validated = False
         self._unsaved = metrics if reason is None else None
+        if self._trainer.is_global_zero:
+            self._unsaved_values.end_step(is_saved=reason is not None)
 
     def _end_last_step(self) -> None:
         """End the last step of a run, and save it, if it is not saved: not each state can be noted at each step."""
@@ -334,7 +351,7 @@ class _TrainerState:
             "callbacks": {each.state_key: saved for each in trainer.callbacks if (saved := each.state_dict())},
             "precision": trainer.precision_plugin.state_dict(),
             "metrics": dict(trainer.callback_metrics),
-            "hooks": self._from_hooks(),
+            "hooks": self._from_hooks(self._hooked()),
         }
         return state | ({} if trainer.datamodule is None else {"datamodule": trainer.datamodule.state_dict()})
 
@@ -356,10 +373,7 @@ class _TrainerState:
                 each.load_state_dict(state["callbacks"][each.state_key])
         if trainer.datamodule is not None and "datamodule" in state:
             trainer.datamodule.load_state_dict(state["datamodule"])
-        if hooked := self._hooked():
-            checkpoint = {**self._for_hooks(), "callbacks": state["callbacks"], **state["hooks"]}
-            for each in hooked:
-                each.on_load_checkpoint(*self._arguments(each), checkpoint)
+        self._load_into_hooks(self._hooked(), state["hooks"], state["callbacks"])
 
     def put_back(self) -> None:
         """Let the loops be where they were, and have measured what they had. They do not know of it: what Lightning
@@ -374,18 +388,54 @@ class _TrainerState:
         if fit_loop._data_fetcher is not None:
             fit_loop._data_fetcher.fetched = epoch_loop.batch_progress.current.ready
 
+    def before_epoch_start(self) -> BeforeEpochStart:
+        """Note what the hooks `on_train_epoch_start` of the user may change."""
+        trainer = self._trainer
+        callbacks = [each for each in trainer.callbacks if _is_of_user(each) and _begins_epochs(each)]
+        holders: list[tuple[Any, Any]] = [(each.state_dict, each.load_state_dict) for each in callbacks]
+        for each in self._hooked():
+            if each in callbacks or (each is trainer.lightning_module and _begins_epochs(each)):
+                get, put = partial(self._from_hooks, [each]), partial(self._load_into_hooks, [each], callbacks={})
+                holders.append((get, put))
+        schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
+        return BeforeEpochStart(trainer.lightning_module, trainer.optimizers, schedulers, holders)
+
     def _hooked(self) -> list[Any]:
         """Return the callbacks that add something to a checkpoint, and the module if it does."""
         holders = (*self._trainer.callbacks, self._trainer.lightning_module)
         return [each for each in holders if type(each).on_save_checkpoint.__qualname__ not in _HOOKS_OF_LIGHTNING]
 
-    def _from_hooks(self) -> dict[str, Any]:
-        hooked = self._hooked()
+    def without_state(self) -> dict[Any, str]:
+        """Return the module and the callbacks of the user that save nothing of themselves, and how they would."""
+        remedy = "return such values from state_dict(), and take them in load_state_dict()"
+        found = dict.fromkeys(self._callbacks(), remedy)
+        found[self._trainer.lightning_module] = (
+            "use on_save_checkpoint() and on_load_checkpoint(), or register_buffer()"
+        )
+        for each in self._hooked():
+            found.pop(each, None)
+        return found
+
+    def _callbacks(self) -> list[Any]:
+        """Return the callbacks that are not Lightning's, or ours, and have no state."""
+        return [
+            each
+            for each in self._trainer.callbacks
+            if _is_of_user(each) and type(each).state_dict.__qualname__ == "Callback.state_dict"
+        ]
+
+    def _from_hooks(self, hooked: list[Any]) -> dict[str, Any]:
         given = self._for_hooks() if hooked else {}
         checkpoint = dict(given)
         for each in hooked:
             each.on_save_checkpoint(*self._arguments(each), checkpoint)
         return {name: value for name, value in checkpoint.items() if value is not given.get(name)}
+
+    def _load_into_hooks(self, hooked: list[Any], saved: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
+        if hooked:
+            checkpoint = {**self._for_hooks(), "callbacks": callbacks, **saved}
+            for each in hooked:
+                each.on_load_checkpoint(*self._arguments(each), checkpoint)
 
     def _for_hooks(self) -> dict[str, Any]:
         """Return what hooks find in a checkpoint of Lightning's: they may take the weights from it."""
@@ -433,6 +483,11 @@ class _TrainLoaders:
             )
         if self._trainer.limit_train_batches == 1.0:
             fit_loop._combined_loader.limits = None  # of an ElasticSampler not all epochs have as many batches
+
+    @property
+    def dataloaders(self) -> list[Any]:
+        """What is inside of them."""
+        return [inside for each in self._loaders() for inside in each.loader.dataloaders]
 
     def _are_wrapped(self) -> bool:
         return all(isinstance(each, _TrainLoader) for each in self._loaders())
@@ -533,6 +588,15 @@ class _TrainLoader:
                 next(batches, None)  # the Trainer does not ask whether there is another: by its next epoch it is over
             yield batch
             self._owner.between_batches()
+
+
+def _is_of_user(callback: Any) -> bool:
+    return not type(callback).__module__.startswith(("lightning", "pytorch_lightning", "ckptman"))
+
+
+def _begins_epochs(holder: Any) -> bool:
+    """Return whether a callback or module does anything at the start of an epoch."""
+    return not type(holder).on_train_epoch_start.__module__.startswith(("lightning", "pytorch_lightning"))
 
 
 def _numbered(name: str, found: list[Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 from xxhash import xxh3_128_hexdigest
 
 import ckptman
@@ -328,6 +329,90 @@ def test_callbacks_get_their_state_back(tmp_path):
     assert first.early_stopping_patience_counter == 2
     second = EarlyStoppingCallback(3, early_stopping_threshold=1.0)
     assert trainer_of(tmp_path, callbacks=[second], **settings).train().global_step == 8
+
+
+class Counts(TrainerCallback):
+    """Counts steps, as people write it, and keeps what never changes."""
+
+    def __init__(self):
+        self.every, self.steps, self.losses = 10, 0, []
+
+    def on_step_end(self, args, state, control, **_):
+        self.steps += 1
+        self.losses.append(0.5)
+
+
+class CountsWithState(Counts, ExportableState):
+    def state(self):
+        return {"args": {}, "attributes": {"steps": self.steps, "losses": self.losses}}
+
+
+def test_a_callback_whose_counts_are_not_saved_is_named(tmp_path):
+    with pytest.warns(RuntimeWarning, match=r"Counts\.steps, Counts\.losses change .*Exportable") as told:
+        trainer_of(tmp_path / "bare", callbacks=[Counts(), Interrupts(9)]).train()
+    assert len(told) == 1, [str(each.message) for each in told]
+    trainer_of(tmp_path / "saved", callbacks=[CountsWithState(), Interrupts(9)]).train()
+    resumed = CountsWithState()
+    steps = trainer_of(tmp_path / "saved", callbacks=[resumed, Interrupts(12)]).train().global_step
+    assert (resumed.steps, len(resumed.losses)) == (steps, steps)
+
+
+def test_what_a_trainer_of_ones_own_keeps_is_named(tmp_path):
+    class Counting(ResumableTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.seen = 0
+
+        def compute_loss(self, *args, **kwargs):
+            self.seen += 1
+            return super().compute_loss(*args, **kwargs)
+
+    with pytest.warns(RuntimeWarning, match=r"Counting\.seen changes .*checkpointer\['state'\]") as told:
+        trainer_of(tmp_path, Counting, callbacks=[Interrupts(9)]).train()
+    assert len(told) == 1, [str(each.message) for each in told]
+
+
+class Epochs(CountsWithState):
+    """Counts epochs and the steps of one, with its state, and halves a setting that no schedule sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs, self.events = 0, []
+
+    def on_epoch_begin(self, args, state, control, optimizer, **_):
+        self.epochs, self.steps = self.epochs + 1, 0
+        optimizer.param_groups[0]["weight_decay"] = 0.1 + optimizer.param_groups[0]["weight_decay"] * 0.5
+        self.events.append("begin")
+
+    def on_epoch_end(self, args, state, control, **_):
+        self.events.append("end")
+
+    def on_step_begin(self, args, state, control, optimizer, **_):
+        decay = optimizer.param_groups[0]["weight_decay"]
+        self.seen[state.global_step] = (self.epochs, self.steps, decay)
+
+    def state(self):
+        return {"args": {}, "attributes": {"steps": self.steps, "epochs": self.epochs}}
+
+
+@pytest.mark.parametrize("at", [1, 17, 30])
+def test_an_epoch_begins_once_and_ends_once(tmp_path, monkeypatch, at):
+    def run(folder, *callbacks):
+        mine = Epochs()
+        trainer = trainer_of(folder, callbacks=[mine, *callbacks])
+        step = trainer.train().global_step
+        return mine.events, digest(trainer), step
+
+    monkeypatch.setattr(Epochs, "seen", whole := {}, raising=False)
+    _, expected, _ = run(tmp_path / "whole")
+    monkeypatch.setattr(Epochs, "seen", cut := {}, raising=False)
+    before, _, stopped = run(tmp_path / "cut", Interrupts(at))
+    after, found, _ = run(tmp_path / "cut")
+    assert cut == whole
+    assert found == expected
+    assert before == ["begin", "end"] * (stopped // 15) + ["begin"] * (stopped % 15 > 0), "none ends twice"
+    assert after == ["begin", "end"] * (3 - stopped // 15)
+    assert run(tmp_path / "cut")[0] == [], "nothing is left"
 
 
 def test_other_checkpoints_and_folders_are_refused(tmp_path):

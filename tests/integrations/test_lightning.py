@@ -209,6 +209,55 @@ class Hooked(Model):
         self.losses = checkpoint["losses"].item()
 
 
+class BeginsEpochs(pl.Callback):
+    """Keeps sums of an epoch, and halves the learning rate as it begins."""
+
+    def __init__(self):
+        self.epochs, self.steps = 0, 0
+
+    def on_train_epoch_start(self, trainer, module):
+        self.epochs, self.steps = self.epochs + 1, 0
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.5
+
+    def on_train_batch_end(self, *_):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"epochs": self.epochs, "steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.epochs, self.steps = state["epochs"], state["steps"]
+
+
+class Summing(Hooked):
+    """Its sum, which it saves, and its buffer are of one epoch; and it computes with what each epoch sets."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.register_buffer("samples", torch.tensor(0))
+
+    def on_train_epoch_start(self):
+        self.losses, self.scale = 0.0, 1 + self.current_epoch
+        self.samples.zero_()
+
+    def training_step(self, batch, batch_idx):
+        (begins,) = (each for each in self.trainer.callbacks if isinstance(each, BeginsEpochs))
+        self.samples += len(batch)
+        told = f"{self.losses.hex()} {self.samples} {begins.epochs} {begins.steps}"
+        loss = super().training_step(batch, batch_idx) * self.scale
+        self.plan.computed[f"{self.current_epoch}/{batch_idx}"] += told
+        return loss
+
+
+class Pruned(Model):
+    """Changes its parameters as an epoch begins."""
+
+    def on_train_epoch_start(self):
+        with torch.no_grad():
+            self.layers[0].weight[0] = 0.0
+
+
 def validation(persistent=False):
     workers = {"num_workers": 1, "persistent_workers": True} if persistent else {}
     return DataLoader(torch.rand(8, 4, generator=torch.Generator().manual_seed(3)), 4, **workers)
@@ -312,6 +361,7 @@ RUNS = {
     "persistent workers in validation": lambda: {"persistent": True},
     "a datamodule and two loaders": lambda: {"data": Counting()},
     "hooks and averaged weights": lambda: {**hooked(), "val_check_interval": 1.0},
+    "sums of an epoch": lambda: {"model": Summing, "callbacks": [BeginsEpochs()]},
     "epochs cut short and loaders made anew": lambda: {
         "limit_train_batches": 10,
         "reload_dataloaders_every_n_epochs": 1,
@@ -330,6 +380,21 @@ def test_all_kinds_of_runs(tmp_path, name, rng):
     if name == "hooks and averaged weights":
         assert cut.lightning_module.losses == whole.lightning_module.losses
         assert cut.callbacks[1].best_score == whole.callbacks[1].best_score
+
+
+@pytest.mark.parametrize("batch", [3, 15, 16, 17])
+def test_the_start_of_an_epoch_is_no_news_to_what_is_saved(tmp_path, batch):
+    ends_alike(tmp_path, [Plan(batch), Plan(2)], RUNS["sums of an epoch"])
+
+
+def test_parameters_that_the_start_of_an_epoch_changes_are_told(tmp_path):
+    for plan in (Plan(5), Plan(2)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            fit(tmp_path, plan, Pruned)
+        texts = [str(each.message) for each in told if "changes parameters" in str(each.message)]
+    assert texts
+    assert "on_train_epoch_end()" in texts[0]
 
 
 @pytest.mark.slow
@@ -355,6 +420,56 @@ def test_a_run_that_is_finished_trains_no_more_unless_it_is_made_longer(
     assert not first.computed.keys() & rest.computed.keys()
     assert first.computed | rest.computed == whole.computed
     assert digest(again) == digest(trainer)
+
+
+class Counted(Model):
+    """Counts and collects in plain attributes, as many modules do."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.width, self.seen, self.losses = 16, 0, []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.seen += len(batch)
+        self.losses.append(loss.item())
+        return loss
+
+
+class CountsSteps(pl.Callback):
+    def __init__(self):
+        self.steps = 0
+
+    def on_train_batch_end(self, *_):
+        self.steps += 1
+
+
+class KeepsSteps(CountsSteps):
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def test_counters_that_are_not_saved_are_named(tmp_path):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(tmp_path / "counted", Plan(9), Counted, callbacks=[CountsSteps(), KeepsSteps()])
+        fit(tmp_path / "hooked", Plan(9), Hooked)
+    texts = sorted(str(each.message) for each in told if "during training but" in str(each.message))
+    named = [text.partition(" change")[0] for text in texts]
+    assert named == ["Counted.seen, Counted.losses", "CountsSteps.steps"]
+    assert "on_save_checkpoint() and on_load_checkpoint()" in texts[0]
+    assert "state_dict(), and take them in load_state_dict()" in texts[1]
+
+
+def test_persistent_workers_of_the_training_loader_are_no_news(tmp_path):
+    loader = DataLoader(Noisy(), 3, shuffle=True, num_workers=1, persistent_workers=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(tmp_path, Plan(4), data=loader, persistent=True)
+    assert [str(each.message) for each in told if "persistent_workers" in str(each.message)] == []
 
 
 @pytest.mark.slow
