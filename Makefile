@@ -89,6 +89,7 @@ bench: $(BENCH)
 	$(BIN)/python benchmarks/status_20.py
 	$(BIN)/python benchmarks/prune_10000.py
 	$(BIN)/python benchmarks/save_20000.py
+	$(BIN)/python benchmarks/replicas.py
 	$(BIN)/python -m benchmarks
 
 clean:

@@ -21,6 +21,8 @@ KINDS = {
     "ranks": ("lost_ranks.run", "a rank that dies, is stopped, or has a disk that hangs"),
     "kill": ("kills.run", "`kill -9` at a random moment"),
     "user": ("user.run", "loops that break, raise, exit, fork or nest blocks"),
+    "program": ("program.run", "an object of the program that raises in a restore"),
+    "replicas": ("replicas.run", "a bit of a replica differs on one rank"),
     "memory": ("memory.run", "checkpoints in memory: damage, deaths, kills"),
     "copy": ("copies.run", "death in a copy or a drain, then a power cut"),
     "crash": ("crash.run", "death at each change of a file, then a power cut"),

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 import ckptman
 from ckptman import checkpointer, errors
 from ckptman.catalog import catalog as catalogue
@@ -21,6 +23,7 @@ from ckptman.catalog import writer_lock as owner
 from ckptman.catalog.backends import local as place
 from ckptman.catalog.backends import local_draft
 from ckptman.comm import control_group as ranks
+from ckptman.comm import replicas
 from ckptman.dcp import storage
 from ckptman.format import chunk_table as chunks
 from ckptman.format import index, manifest
@@ -30,10 +33,13 @@ from ckptman.io import file_writer as blockio
 from ckptman.io.durable_files import Disk
 from ckptman.loading import checkpoint_reader as saved
 from ckptman.loading import exchange as sharing
+from ckptman.loading import loader
 from ckptman.loading import read_tensors as reading
 from ckptman.loading import restricted_unpickler as foreign
 from ckptman.policies import retention
+from ckptman.saving import saver
 from ckptman.session import restorer
+from ckptman.state import named_state, tensor_digest
 from ckptman.state import step_record as recorded
 from ckptman.transfer import drain
 
@@ -196,6 +202,44 @@ def _listing_errors_are_nothing():
     catalogue.Catalog.names = names
 
 
+def _what_the_program_raises_is_damage():
+    @contextlib.contextmanager
+    def of_the_program(key, *_):
+        try:
+            yield
+        except Exception as error:
+            raise errors.CorruptError(f"{key}: {error}; restore an older checkpoint") from error
+
+    named_state.of_the_program = of_the_program
+
+
+def _damage_is_not_told_from_faults():
+    loader._is_as_saved = lambda folder: False
+
+
+def _replicas_are_not_compared():
+    saver.compare_replicas = lambda *_: replicas.Compared()
+
+
+def _replicas_are_sampled():
+    real = tensor_digest.Digester._numbers
+
+    def numbers(self, axis, offset, size, device):
+        taken = torch.arange(offset, offset + size, device=device) % 2 == 0
+        return real(self, axis, offset, size, device) * taken
+
+    tensor_digest.Digester._numbers = numbers
+
+
+def _replicas_are_compared_too_early():
+    def compared(self, control, state, snapshot, info, stager):
+        if not self._is_compared:
+            self._replicas, self._is_compared = self.compare(control, state, snapshot), True
+        return self._stage(state, snapshot, info.step, stager), replace(info, replicas=self._replicas)
+
+    saver.Saver._compared = compared
+
+
 def _waits_ten_times_as_long():
     real = ranks.Channel.__init__
     ranks.Channel.__init__ = lambda self, seconds: real(self, 10 * seconds)
@@ -277,6 +321,15 @@ MUTANTS = {
     "a failed write is taken for a good one": Mutant(_errors_swallowed, "io", ("lost", "wrong", "other"), 1.0),
     "a save that failed is not told": Mutant(_failed_saves_are_not_told, "disk", ("lost",), 0.5),
     "a root that cannot be listed is an empty one": Mutant(_listing_errors_are_nothing, "io", ("wrong",), 1.0),
+    "what an object raises is damage of its checkpoint": Mutant(
+        _what_the_program_raises_is_damage, "program", ("lost", "wrong"), 0.1
+    ),
+    "what a tensor raises is damage of its checkpoint": Mutant(
+        _damage_is_not_told_from_faults, "program", ("lost", "wrong"), 0.1
+    ),
+    "replicas are not compared": Mutant(_replicas_are_not_compared, "replicas", ("wrong",), 0.04),
+    "of replicas, every other element is compared": Mutant(_replicas_are_sampled, "replicas", ("wrong",), 0.08),
+    "replicas are compared before the copy": Mutant(_replicas_are_compared_too_early, "replicas", ("wrong",), 0.08),
     "ranks wait ten times as long": Mutant(_waits_ten_times_as_long, "ranks", ("hang",), 0.15),
     "errors do not say what to do": Mutant(_errors_without_a_remedy, "files", ("unclear",)),
     "pickles may ask for anything": Mutant(_pickles_run, "hostile", ("code",), 0.25),

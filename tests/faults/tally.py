@@ -25,12 +25,13 @@ KEPT = 200
 """Failures that are described, one of each sort."""
 
 CAUSE = re.compile(
-    r"[\w.-]*/[^\s:]|\brank \d|\bstep \d|manifest\.json|index\.json|\.distcp|\.metadata|\bthe (?:state|value|root)\b"
+    r"[\w.-]*/[^\s:]|\branks? \d|\bstep \d|manifest\.json|index\.json|\.distcp|\.metadata|\bthe (?:state|value|root)\b"
 )
 """What an error is about: a path, a rank, a step, a file or a value of the checkpoint."""
 REMEDY = re.compile(
     r"(?:restore|load|use|name) (?:an|another) |ckptman (?:verify|list|show|prune)|remove (?:the cause|it\b|their)"
-    r"|start the run again|check (?:the |its |that |permissions|mount|it )|make room|stop that one|let it end"
+    r"|start the run again|correct (?:it\b|the )|check (?:the |its |that |permissions|mount|it )|make room"
+    r"|stop that one|let it end|make it a DTensor"
     r"|upgrade ckptman|build the model|move it away|bring (?:it|them|one|this one) back|load something else"
     r"|save (?:it flatter|plain|under another)|name (?:the folder|an older)|load it (?:by|on)|ask for more"
     r"|such as step-|leave the value out",

@@ -17,6 +17,7 @@ import ckptman
 from ckptman.catalog.rollback import execute, plan_rollback
 from ckptman.integrations import append_only
 from ckptman.integrations.append_only import AppendOnlyTracker
+from ckptman.runtime.attempts import highest_attempt
 from ckptman.session import tracker_threads
 from tests.helpers.ranks import say, start_ranks
 
@@ -39,7 +40,14 @@ def six_attempts(root, make):
     counts = {}
     for number, (until, how) in enumerate(ATTEMPTS, 1):
         if number == 5:
-            execute(root, partial(plan_rollback, root, ROLLBACK_TO), why="a test", by="it", time_seconds=time.time())
+            execute(
+                root,
+                partial(plan_rollback, root, ROLLBACK_TO),
+                why="a test",
+                by="it",
+                time_seconds=time.time(),
+                highest=highest_attempt,
+            )
         steps = []
         if how == "kill":
             with start_ranks(1, _killed, root, make, number, until, alone=True) as world:
