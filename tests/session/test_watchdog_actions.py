@@ -211,6 +211,7 @@ def test_settings_that_cannot_be():
 def timeouts_of_groups():
     group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
     found = group_timeouts("gloo"), group_timeouts("nccl")
+    dist.barrier()  # the other rank may still be connecting to this one
     dist.destroy_process_group(group)
     return found
 
