@@ -13,6 +13,7 @@ from ckptman.comm.control_group import Channel, RankFailed
 from ckptman.comm.frozen import agree_on_frozen
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError
 from ckptman.format.manifest import read_manifest
+from ckptman.format.paths import MANIFEST
 from ckptman.integrity.folder_check import check_coverage, verify_folder
 from ckptman.io.failure_cause import Trouble, trouble_of_load
 from ckptman.loading.accepted import EVERYTHING, Accepted, Skipped, matches_any, names_nothing, patterns_of
@@ -74,10 +75,10 @@ def load(
         before.enter_context(as_before_on_error(state.values()))
         skipped = _match_on_all(channel, fit, folder, accepted, strict)
         if bring is not None:
-            with _blamed_on_all(channel, folder):
+            with _blamed_on_all(channel, folder, reads=False):
                 files = channel.run_on_all(lambda: {each.chunk.file for each in fills_for_all(saved, fit.targets)})
             bring(files[channel.rank])
-        with _blamed_on_all(channel, folder):  # the copies may be too much for the memory of one rank
+        with _blamed_on_all(channel, folder, reads=False):  # the copies may be too much for the memory of one rank
             channel.run_on_all(
                 lambda: [before.enter_context(each.filled_or_as_before()) for each in trainables.values()]
             )
@@ -122,7 +123,7 @@ def _match_on_all(channel: Channel, fit: Fit, folder: Path, accepted: Accepted, 
     except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
         _raise_trouble(failed, folder)
         failed.raise_on_this_rank()
-    with _blamed_on_all(channel, folder):
+    with _blamed_on_all(channel, folder, reads=False):
         found = FitReport.of_all(channel.run_on_all(fit.match))
     fit.note_all(found)
     besides = set[str]().union(*channel.gather(fit.unexpected(found.wanted)))
@@ -186,10 +187,11 @@ def _fill(
 
 
 @contextmanager
-def _blamed_on_all(channel: Channel, folder: Path) -> Iterator[None]:
+def _blamed_on_all(channel: Channel, folder: Path, *, reads: bool = True) -> Iterator[None]:
     """Turn what failed on one rank into an error on all that blames what it should: a CorruptError only where storage,
     digests or format say that the checkpoint is damaged. Whatever else was raised is looked into: if every byte is what
-    was saved, it is an object of the program that raised it."""
+    was saved, it is an object of the program that raised it; so it is if nothing was read (`reads`) and nothing is
+    there to check the bytes against."""
     try:
         yield
     except RankFailed as failed:
@@ -197,10 +199,12 @@ def _blamed_on_all(channel: Channel, folder: Path) -> Iterator[None]:
         if failure.error is not None:
             failed.raise_on_this_rank()
         _raise_trouble(failed, folder)
-        if failure.errno is None and channel.run_on_leader(lambda: _is_as_saved(folder)):
+        is_as_saved = channel.run_on_leader(lambda: _is_as_saved(folder)) if failure.errno is None else False
+        if is_as_saved or (is_as_saved is None and not reads):
+            good = "the checkpoint is good, every byte of it is what was saved"
             raise ConfigError(
                 f"an object of the state failed on rank {failure.rank} while {folder} was loaded into it: "
-                f"{failure.text}. Correct the object: the checkpoint is good, every byte of it is what was saved"
+                f"{failure.text}. Correct the object: {good if is_as_saved else 'nothing was read yet'}"
             ) from failed
         raise CorruptError(
             f"{folder} cannot be read on rank {failure.rank}: {failure.text}; check the mount there, or restore an "
@@ -216,9 +220,11 @@ def _raise_trouble(failed: RankFailed, folder: Path) -> None:
         raise CkptmanError(f"{folder}: {told}") from failed
 
 
-def _is_as_saved(folder: Path) -> bool:
-    """Return whether all bytes of a checkpoint match their digests, if it has any."""
+def _is_as_saved(folder: Path) -> bool | None:
+    """Return whether all bytes of a checkpoint match their digests; None if it has none, as those of plain DCP."""
     try:
+        if not (folder / MANIFEST).exists():
+            return None
         manifest = read_manifest(folder)
         return verify_folder(folder, manifest).good and not check_coverage(folder, manifest)
     except (CkptmanError, OSError):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckptman
@@ -48,6 +49,14 @@ def test_an_object_that_fails_is_to_blame_and_no_checkpoint(tmp_path, fails_at):
         restored(tmp_path, fragile(fails_at))
     assert restored(tmp_path, fragile()) == STEPS[-1]
     assert [each.step for each in ckptman.Run(tmp_path).checkpoints] == STEPS
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("fails_at", ["dim", "detach"])
+def test_an_object_that_fails_before_a_byte_is_read_is_to_blame_without_digests_too(tmp_path, fails_at):
+    dcp.save(fragile(), checkpoint_id=tmp_path / "plain")
+    with pytest.raises(ckptman.ConfigError, match=r"failed on rank 0 while .*a bug of.*nothing was read yet"):
+        ckptman.load(fragile(fails_at), tmp_path / "plain")
 
 
 def test_what_fails_over_bytes_that_have_changed_is_damage(tmp_path):

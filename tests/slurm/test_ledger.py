@@ -119,8 +119,8 @@ def test_every_kind_of_end(lab, tmp_path, monkeypatch, count):
     # The loop's own clock counts the waits for saves as well.
     assert 0.98 * ledger.seconds["training"] <= trained
     assert trained <= 1.02 * (ledger.seconds["training"] + ledger.seconds["saving"])
-    # Held for as long as the program ran, at least, and no longer than Slurm says, which writes down whole seconds. What
-    # Slurm itself takes to begin and end a job is in its figure alone: half a second of each job, two where it is slow.
+    # Held for as long as the program ran, at least, and no longer than Slurm says, which writes down whole seconds and
+    # counts what it takes itself to begin and end a job: half a second of each, two where the machine is slow.
     begun, ended = (
         [(job, float(at)) for job, at in (line.split(".", 1) for line in (tmp_path / name).read_text().split())]
         for name in ("begun", "ended")
