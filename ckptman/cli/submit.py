@@ -47,6 +47,16 @@ Requeue = Annotated[
 Upfront = Annotated[int | None, option("--upfront", "N", "Put N jobs into the queue at once.")]
 Sbatch = Annotated[list[str] | None, option("--sbatch", "OPTION", "An option for sbatch, such as --nodes=4.")]
 First = Annotated[list[str] | None, option("--first", "ARGUMENT", "For the script until a checkpoint is there.")]
+Progress = Annotated[
+    list[str] | None,
+    option("--progress", "PATH", "Where the checkpoints are, if ckptman does not save them: DIR, FILE or 'GLOB'."),
+]
+Done = Annotated[
+    str | None,
+    option(
+        "--done", "WHAT", "A FILE, 'GLOB' or 'COMMAND ...' that tells that the run is finished (default: exit code 0)."
+    ),
+]
 Another = Annotated[bool, typer.Option("--another", help="Even if a chain of the same script goes on already.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be submitted, and leave no trace.")]
 
@@ -62,6 +72,8 @@ def submit(
     requeue: Requeue = False,
     upfront: Upfront = None,
     first: First = None,
+    progress: Progress = None,
+    done: Done = None,
     sbatch: Sbatch = None,
     chain_dir: ChainDir = None,
     another: Another = False,
@@ -99,7 +111,14 @@ def submit(
 
         folder = chain_dir or new_chain_dir(now)
         code = run_chain(
-            command, folder, _tell, crash_limit=crash_limit, max_attempts=max_attempts, stall_limit=stall_limit
+            command,
+            folder,
+            _tell,
+            crash_limit=crash_limit,
+            max_attempts=max_attempts,
+            stall_limit=stall_limit,
+            progress=tuple(progress or ()),
+            done=done or "",
         )
         raise typer.Exit(code)
     if scheduler != "slurm":
@@ -113,6 +132,8 @@ def submit(
         arguments=tuple(command[1:]),
         first_arguments=tuple(first or ()),
         options=tuple(sbatch or ()),
+        progress=tuple(progress or ()),
+        done=done or "",
         mode="requeue" if requeue else "upfront" if upfront else "successor",
         upfront=upfront or 1,
         crash_limit=crash_limit,

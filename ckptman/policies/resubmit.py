@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Literal
 
 from ckptman.policies.parameters import check_count
@@ -13,20 +13,24 @@ Ending = Literal["finished", "stopped", "crashed", "interrupted"]
 """How an attempt ended. Stopped: it saved and left on purpose (exit code 75). Interrupted: ended from outside, by
 a time limit, a preemption, a node that failed, somebody's `scancel`. Crashed: anything else that was not the end."""
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 60.0, 3600.0
-"""How long to wait after the first crash with no new checkpoint, and at most."""
+"""The wait after the first crash with no new checkpoint, and the longest."""
+LONG_SECONDS = 600.0
+"""An attempt that ran for this long is not part of a crash loop, if nobody knows whether it left a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of a chain that is over."""
+    """One attempt of a chain that has ended."""
 
     number: int
     """1 for the first attempt of the chain."""
     outcome: Ending
     reason: str
     """Why it ended, for people: "SIGTERM on rank 2", "exit code 1"."""
-    committed_sequence: int
-    """The newest commit sequence on disk after it; 0: no checkpoint."""
+    has_saved: bool | None
+    """Whether it left a new checkpoint; None if that is unknown: the program saves in its own way."""
+    seconds: float = 0.0
+    """How long it ran."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +46,20 @@ def decide(
     attempts: Sequence[Attempt],
     crash_limit: int = 3,
     max_attempts: int | None = None,
-    sequence_before: int = 0,
     stall_limit: int | None = None,
 ) -> Next:
     """Decide, from all attempts so far (oldest first), whether there is another one.
 
-    Finished ends the chain. Stopped goes on. Crashed goes on, until `crash_limit` attempts in a row crashed without
-    one new checkpoint: the next would meet the same end. What was interrupted in between neither counts nor begins a
-    new row; but after `stall_limit` attempts (None: no limit) of any kind with no new checkpoint the chain ends too: a
-    time limit that is too short for one save would go on for ever. `max_attempts` (None: no limit) bounds the chain in
-    any case. `sequence_before` is the newest commit sequence on disk before the first attempt.
+    A finished attempt ends the chain. A stopped one is followed by the next. So is a crashed one, until `crash_limit`
+    attempts in a row crashed without a new checkpoint: the next would crash, too. Interrupted attempts in between
+    neither count nor begin a new row. After `stall_limit` attempts (None: no limit) of any kind without a new
+    checkpoint the chain ends as well, because a time limit that is too short for one save would repeat forever.
+    `max_attempts` (None: no limit) bounds the chain in any case.
 
-    After a crash with no new checkpoint the next attempt waits: a minute, and twice as long each time.
+    If nobody knows whether an attempt left a checkpoint, it counts as one without if it ran for less than
+    `LONG_SECONDS`, and as one with a new checkpoint if it ran longer.
+
+    After a crash without a new checkpoint the next attempt waits: a minute, and twice as long each time.
 
     Raises IntervalError unless all limits are at least 1. Called by the chain, after each attempt.
     """
@@ -68,26 +74,32 @@ def decide(
     told = f"attempt {last.number} {last.outcome}: {last.reason}"
     if last.outcome == "finished":
         return Next(False, told)
-    in_vain = list(_in_vain(attempts, sequence_before))
-    counted = [attempt.outcome for attempt in in_vain if attempt.outcome != "interrupted"]
-    crashes = len(list(takewhile("crashed".__eq__, counted)))
-    if crashes >= crash_limit:
-        row = "1 attempt" if crashes == 1 else f"{crashes} attempts in a row"
-        return Next(False, f"{row} crashed with no new checkpoint; {told}")
+    in_vain = list(takewhile(_is_in_vain, reversed(attempts)))
+    counted = [attempt for attempt in in_vain if attempt.outcome != "interrupted"]
+    crashed = list(takewhile(lambda each: each.outcome == "crashed", counted))
+    if len(crashed) >= crash_limit:
+        row = "1 attempt" if len(crashed) == 1 else f"{len(crashed)} attempts in a row"
+        return Next(False, f"{row} crashed {_nothing_saved(crashed)}{_hint(crashed)}; {told}")
     if stall_limit is not None and len(in_vain) >= stall_limit:
-        return Next(False, f"{len(in_vain)} attempts in a row ended with no new checkpoint; {told}")
+        return Next(False, f"{len(in_vain)} attempts in a row ended {_nothing_saved(in_vain)}{_hint(in_vain)}; {told}")
     if max_attempts is not None and last.number >= max_attempts:
         return Next(False, f"{told}; no more than {max_attempts} attempts were allowed")
-    if not crashes or last.outcome != "crashed":
+    if not crashed or last.outcome != "crashed":
         return Next(True, told)
-    delay_seconds = min(FIRST_DELAY_SECONDS * 2 ** (crashes - 1), LONGEST_DELAY_SECONDS)
-    return Next(True, f"{told} (crash {crashes} of {crash_limit} with no new checkpoint)", delay_seconds)
+    delay_seconds = min(FIRST_DELAY_SECONDS * 2 ** (len(crashed) - 1), LONGEST_DELAY_SECONDS)
+    return Next(True, f"{told} (crash {len(crashed)} of {crash_limit} {_nothing_saved(crashed)})", delay_seconds)
 
 
-def _in_vain(attempts: Sequence[Attempt], sequence_before: int) -> Iterator[Attempt]:
-    """Return the attempts after the one that committed last, the newest first."""
-    committed = [sequence_before, *(attempt.committed_sequence for attempt in attempts)]
-    for attempt, (before, after) in zip(reversed(attempts), reversed(list(pairwise(committed)))):
-        if after > before:
-            return
-        yield attempt
+def _is_in_vain(attempt: Attempt) -> bool:
+    return attempt.seconds < LONG_SECONDS if attempt.has_saved is None else not attempt.has_saved
+
+
+def _nothing_saved(attempts: Sequence[Attempt]) -> str:
+    if all(attempt.has_saved is not None for attempt in attempts):
+        return "with no new checkpoint"
+    return f"within {LONG_SECONDS / 60:.0f} min"
+
+
+def _hint(attempts: Sequence[Attempt]) -> str:
+    is_known = all(attempt.has_saved is not None for attempt in attempts)
+    return "" if is_known else ", with no known checkpoint (name yours with --progress)"

@@ -7,6 +7,7 @@ the user's script, hands on signals, and at the end decides whether the chain go
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
@@ -22,6 +23,7 @@ from ckptman.policies.resubmit import Ending
 from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV
 from ckptman.scheduler.chain import Say, judge, patient
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, JobRecord, Spec, output
+from ckptman.scheduler.finished import by_done
 from ckptman.scheduler.history import (
     following,
     job_number_after,
@@ -29,12 +31,12 @@ from ckptman.scheduler.history import (
     note_end,
     outcome_of,
     settle,
+    told_state,
     warned_too_late,
 )
 from ckptman.scheduler.lost_outcome import NO_ROOT
 from ckptman.scheduler.process_tree import forward_stop
 from ckptman.scheduler.signal_queue import ENDING, WARNING, SignalQueue, leave_it
-from ckptman.scheduler.slurm.batch_script import parse
 from ckptman.scheduler.slurm.commands import Slurm
 from ckptman.scheduler.slurm.submission import avoid_nodes, slurm_of, submit_next
 
@@ -42,6 +44,8 @@ TORCHRUN_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """How long torchrun lets its workers save after a SIGTERM; 30 seconds unless this says otherwise."""
 TORCHRUN_SECONDS = 600
 LOOK_SECONDS = 1.0
+NEAR_SECONDS = 60.0
+"""Slurm may send the signal of `--signal` so much earlier than it was asked to."""
 RETRY_SECONDS = 60.0
 ROOT_LOOKS, ROOT_SECONDS = 3, 20.0
 
@@ -66,7 +70,8 @@ class Supervisor:
         self._spec: Spec = chain.spec
         self._job_id = environ["SLURM_JOB_ID"]
         self._retry_at: float | None = None
-        self._asked = self._ending = False
+        self._asked: signal.Signals | None = None
+        self._ending = False
 
     def run(self) -> int:
         """Begin, run the script to its end, and decide. The exit code of the script; 0 where there is nothing to do."""
@@ -148,7 +153,7 @@ class Supervisor:
         spec = self._spec
         # Once there is a checkpoint, or an attempt has ended well, nobody is told any more where to start.
         ends = self._chain.ends().values()
-        has_begun = any(end.sequence or end.ending in ("stopped", "finished") for end in ends)
+        has_begun = any(end.committed or end.sequence or end.ending in ("stopped", "finished") for end in ends)
         environ = {
             TORCHRUN_ENV: str(TORCHRUN_SECONDS),
             **self._environ,
@@ -172,7 +177,7 @@ class Supervisor:
 
     def _hand_on(self, number: signal.Signals, pid: int) -> None:
         self._chain.events.record("signal", signal=number.name)
-        self._asked = True
+        self._asked = number
         if number in ENDING:
             self._ending = True
             if self._spec.mode == "requeue" and self._chain.state.state == "active":
@@ -185,13 +190,14 @@ class Supervisor:
         chain, now = self._chain, self._clock()
         outcome = outcome_of(chain, attempt, returncode)
         ending: Ending
-        ending, reason = judge(returncode, outcome)
         untold = outcome is None or outcome.state == "running"
-        if ending == "crashed" and untold and (why := self._why_from_outside()):
-            ending, reason = "interrupted", why
-        elif ending == "crashed" and (down := self._nodes_that_failed()):
-            ending, reason = "interrupted", f"a node failed ({down}); {reason}"
-        note_end(chain, attempt, self._slurm, outcome, ending, reason, now, returncode)
+        ending, reason = judge(returncode, outcome, self._who_asked(attempt) if untold else "")
+        down = self._nodes_that_failed() if ending in ("crashed", "interrupted") else {}
+        if ending == "crashed" and down:
+            ending, reason = "interrupted", f"node failure: {', '.join(down)}; {reason}"
+        elif untold:
+            ending, reason = by_done(self._spec.done, self._workdir, self._environ, ending, reason)
+        note_end(chain, attempt, self._slurm, outcome, ending, reason, now, returncode, down)
         if note := warned_too_late(chain):
             self._say(note)
         decision = following(chain, now)
@@ -219,22 +225,29 @@ class Supervisor:
                     self._slurm.update(following_job.job_id, StartTime=f"now+{decision.delay_seconds:.0f}")
             self._avoid_bad_nodes(self._job_number + 1)
 
-    def _why_from_outside(self) -> str | None:
-        """Return what Slurm says of this job while it ends it; None where it lets it run."""
-        with self._refusal("{}. How the job stands is not known"):
+    def _who_asked(self, attempt: AttemptRecord) -> str:
+        """Return who asked this attempt to stop, in words; "" if nobody did."""
+        with self._refusal("{}. The state of the job is unknown"):
             own = self._slurm.jobs([self._job_id]).get(self._job_id)
-            if own is not None and own.state != "RUNNING":
-                return f"Slurm ends the job ({own.told})"
-        return "Slurm asked it to end: a time limit, a preemption, or scancel" if self._asked else None
+            if own is not None and not own.runs and own.state not in ("COMPLETED", "COMPLETING"):
+                return f"Slurm ended the job: {told_state(own)}"
+        spec = self._spec
+        left = math.inf
+        if spec.limit_seconds is not None:
+            left = attempt.begun_seconds + spec.limit_seconds - self._clock()
+        if self._asked:
+            return f"{self._asked.name} from Slurm" + (", near the time limit" if left < NEAR_SECONDS else "")
+        if left < (spec.warned_seconds or 0) + NEAR_SECONDS and spec.warned_seconds is not None:
+            return f"--signal warned it {spec.warned_seconds} s before the time limit"
+        return "the time limit" if left <= 0 else ""
 
-    def _nodes_that_failed(self) -> str:
-        """Return the nodes of this job that are gone, while it goes on (--no-kill); "" where that is not so."""
-        with suppress(CkptmanError, OSError):
-            if "--no-kill" not in parse(self._chain.script.read_text(encoding="utf-8"), "").options:
-                return ""
-        with self._refusal("{}. How the nodes are is not known"):
-            return ", ".join(self._slurm.bad_nodes(self._environ.get("SLURM_JOB_NODELIST", "")))
-        return ""
+    def _nodes_that_failed(self) -> dict[str, str]:
+        """Return the nodes of this job that are down, and what Slurm knows of them."""
+        try:
+            return self._slurm.bad_nodes(self._environ.get("SLURM_JOB_NODELIST", ""))
+        except SchedulerError as error:
+            self._chain.events.record("nodes not known", why=str(error))
+            return {}
 
     def _stop(self, reason: str) -> None:
         self._say(f"the chain ends: {reason}. Remove the cause; ckptman chain resume goes on with it")

@@ -34,12 +34,15 @@ def patient(say: Say) -> Say:
     return tell
 
 
-def judge(returncode: int, outcome: Outcome | None) -> tuple[Ending, str]:
+def judge(returncode: int, outcome: Outcome | None, asked: str = "") -> tuple[Ending, str]:
     """Return how an attempt ended, and why. What it wrote wins over its exit code, which launchers and scripts swallow.
 
     An outcome that still says "running" was left by an attempt that was killed: exit code 0 is then no proof of an end.
+    `asked`: who asked the attempt to stop, in words; "" if nobody did. Many programs save then, and exit with 0.
     """
     code = _describe(returncode)
+    if asked and (outcome is None or outcome.state == "running") and returncode != EXIT_AGAIN:
+        return ("stopped" if returncode == EXIT_OK else "interrupted"), f"{asked} ({code})"
     if outcome is None:
         known: dict[int, tuple[Ending, str]] = {EXIT_OK: ("finished", code), EXIT_AGAIN: ("stopped", code)}
         return known.get(returncode, ("crashed", code))

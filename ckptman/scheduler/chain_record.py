@@ -31,6 +31,7 @@ from ckptman.io.safe_open import read_regular
 from ckptman.policies.resubmit import Ending
 from ckptman.runtime.journal import Journal
 from ckptman.scheduler.chain import CHAINS
+from ckptman.scheduler.progress import Newest
 
 FORMAT = 1
 SPEC = "chain.json"
@@ -49,7 +50,8 @@ class _Record(BaseModel):
 class Wish(_Record):
     """What a user may ask of a chain. `options`: those of sbatch, on its command line. `upfront`: so many jobs at once.
 
-    `first_arguments`: of the script, until a checkpoint is saved.
+    `first_arguments`: of the script, until a checkpoint is saved. `progress`: where the checkpoints of a program are
+    that does not save with ckptman. `done`: a file, a glob pattern or a command that tells that it is finished.
     """
 
     arguments: tuple[str, ...] = ()
@@ -59,6 +61,8 @@ class Wish(_Record):
     upfront: int = 1
     crash_limit: int = 3
     stall_limit: int = 10
+    progress: tuple[str, ...] = ()
+    done: str = ""
     max_attempts: int | None = None
     max_walltime_seconds: float | None = None
     until_seconds: float | None = None
@@ -69,7 +73,8 @@ class Spec(Wish):
 
     `scheduler`: `slurm`, or `local`, where `host`, `pid` and `pid_started` (unix seconds) say which process runs it.
     `limit_seconds`, `warned_seconds`, `excluded`: what the user's own --time, --signal and --exclude say, as far as it
-    is understood; `has_signal`: whether there is a --signal.
+    is understood; `has_signal`: whether there is a --signal. `places`: where the arguments of the script say that its
+    checkpoints go; `newest_before`: those that were there at the submission, there and under `progress`.
     """
 
     format: int = FORMAT
@@ -84,6 +89,8 @@ class Spec(Wish):
     has_signal: bool = False
     warned_seconds: int | None = None
     excluded: str = ""
+    places: tuple[str, ...] = ()
+    newest_before: Mapping[str, Newest] = {}
     array_task: int | None = None
     workdir: str
     created_seconds: float
@@ -140,8 +147,9 @@ class EndRecord(_Record):
     root: str
     step: int
     sequence: int
-    committed: bool = True
+    committed: bool | None = True
     ended_seconds: float
+    newest: Mapping[str, Newest] = {}
     bad_nodes: Mapping[str, str] = {}
     save_seconds: float | None = None
 

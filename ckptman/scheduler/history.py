@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,10 +21,13 @@ from ckptman.runtime.outcome import Outcome, read_outcome, reported_nodes
 from ckptman.scheduler.chain import gone_text, newest_sequence, spoilt_text
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, JobRecord
 from ckptman.scheduler.lost_outcome import find_outcome
+from ckptman.scheduler.progress import Left, find_left, later_of
+from ckptman.scheduler.slurm.accounting import ask_accounting
 from ckptman.scheduler.slurm.commands import Job, Slurm
 
 AVOIDED_SECONDS = 86_400.0
 """A node is left out for so long after it was found bad: by then somebody has repaired it, or Slurm knows."""
+_NEAR_SECONDS = 120.0
 _FROM_OUTSIDE = {
     "TIMEOUT": "the time limit",
     "PREEMPTED": "preempted",
@@ -76,18 +80,50 @@ def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> AttemptRe
         if outcome is not None and (outcome.state == "finished" or outcome.state == "stopped"):
             ending, reason = outcome.state, outcome.reason
         elif attempt.job_id == running_id:
-            ending, reason = "interrupted", "the job was requeued"
-        elif known is None:
-            ending, reason = "interrupted", "killed, and Slurm could not be asked by whom"
+            ending, reason = "interrupted", _why_requeued(attempt, slurm)
         elif job is None:
-            ending, reason = "crashed", "killed, and nobody knows by whom: Slurm has forgotten the job"
+            why = "Slurm could not be asked" if known is None else "Slurm no longer knows the job"
+            ending, reason = (
+                "interrupted",
+                _why_killed(chain, attempt, now) or f"killed; the cause is unknown, as {why}",
+            )
         elif job.state in _FROM_OUTSIDE:
-            ending, reason = "interrupted", _FROM_OUTSIDE[job.state]
+            ending, reason = "interrupted", told_state(job)
         else:
             ending, reason = "crashed", f"killed ({job.told})"
         ended = _time(job.ends, now) if job is not None and job.over else now
         note_end(chain, attempt, slurm, outcome, ending, reason, ended)
     return None
+
+
+def _why_requeued(attempt: AttemptRecord, slurm: Slurm) -> str:
+    """Return why Slurm requeued the job of an attempt, in words."""
+    with suppress(SchedulerError):
+        if down := slurm.bad_nodes(attempt.nodes):
+            return f"node failure: {', '.join(down)}; Slurm requeued the job"
+    return "the job was requeued"
+
+
+def _why_killed(chain: Chain, attempt: AttemptRecord, now: float) -> str:
+    """Return who killed an attempt of a job that the queue no longer shows; "" if that is unknown."""
+    for started in ask_accounting([attempt.job_id])[0]:
+        if started.begun is not None and started.begun <= attempt.begun_seconds + 60.0:
+            state = started.reason.upper().split()[0] if started.reason else ""
+            if state in _FROM_OUTSIDE:
+                return _FROM_OUTSIDE[state]
+    with suppress(CkptmanError, OSError):
+        events, _ = read_journal(chain.events.path)
+        asked = [each for each in events if each["time"] >= attempt.begun_seconds and each.get("event") == "signal"]
+        if asked:
+            limit = chain.spec.limit_seconds
+            near = limit is not None and asked[-1]["time"] >= attempt.begun_seconds + limit - _NEAR_SECONDS
+            return f"killed after {asked[-1].get('signal')} from Slurm" + (", at the time limit" if near else "")
+    return ""
+
+
+def told_state(job: Job) -> str:
+    """Return why Slurm ended a job, in words."""
+    return _FROM_OUTSIDE.get(job.state, job.told)
 
 
 def outcome_of(chain: Chain, attempt: AttemptRecord, returncode: int | None = None) -> Outcome | None:
@@ -113,27 +149,32 @@ def note_end(
     reason: str,
     now: float,
     returncode: int | None = None,
+    down: Mapping[str, str] | None = None,
 ) -> None:
     """Note how an attempt ended, with what it left on disk and which of its nodes are bad.
 
-    `returncode`: None where it is noted by a later attempt, because this one was killed.
+    `returncode`: None if it is noted by a later attempt, because this one was killed. `down`: the nodes that Slurm says
+    are down, if it was asked.
     """
-    root = outcome.root if outcome else ""
-    sequence, committed = _left_under(chain, root)
+    root = outcome.root if outcome else root_of(chain)
+    sequence, left = _left_by(chain, attempt, root)
     with suppress(CkptmanError, OSError):
         if root and ending != "finished" and (spoilt := spoilt_text(root)):
             reason = f"{reason}; {spoilt}"
+    if ending != "finished" and left.note:
+        reason = f"{reason}; {left.note}"
     record = EndRecord(
         number=attempt.number,
         ending=ending,
         reason=reason,
         returncode=returncode,
         root=root,
-        step=outcome.step if outcome else 0,
+        step=outcome.step if outcome else left.step,
         sequence=sequence,
-        committed=committed,
+        committed=left.has_saved,
         ended_seconds=now,
-        bad_nodes=_bad_nodes(chain, attempt, ending, slurm),
+        newest=left.newest,
+        bad_nodes=_bad_nodes(chain, attempt, ending, slurm, down),
         save_seconds=save_seconds(root) if root else None,
     )
     chain.end(record)
@@ -144,20 +185,19 @@ def note_end(
 def following(chain: Chain, now: float) -> Next:
     """Return whether there is another attempt, by the limits of the chain and all that have ended."""
     spec, ends, forgiven = chain.spec, chain.ends(), chain.state.forgiven
-    attempts, count, before = [], 0, 0
-    for number, end in ends.items():
-        count += end.committed
-        if number > forgiven:
-            attempts.append(Attempt(number, end.ending, end.reason, count))
-        else:
-            before = count
-    decision = decide(attempts, spec.crash_limit, spec.max_attempts, before, spec.stall_limit)
+    begun = {each.number: each.begun_seconds for each in chain.attempts()}
+    seconds = {n: max(0.0, end.ended_seconds - begun[n]) if n in begun else 0.0 for n, end in ends.items()}
+    attempts = [
+        Attempt(number, end.ending, end.reason, end.committed, seconds[number])
+        for number, end in ends.items()
+        if number > forgiven
+    ]
+    decision = decide(attempts, spec.crash_limit, spec.max_attempts, spec.stall_limit)
     if not decision.again:
         return decision
     if spec.until_seconds is not None and now >= spec.until_seconds:
         return Next(False, f"{decision.reason}; the date until which it was to go on is past")
-    begun = {each.number: each.begun_seconds for each in chain.attempts()}
-    used = sum(max(0.0, end.ended_seconds - begun[n]) for n, end in ends.items() if n in begun)
+    used = sum(seconds.values())
     if spec.max_walltime_seconds is not None and used >= spec.max_walltime_seconds:
         return Next(False, f"{decision.reason}; {used / 3600:.1f} h were used, and no more were allowed")
     return decision
@@ -243,27 +283,47 @@ def _between(since: float | None, until: float | None) -> float | None:
     return None if since is None or until is None else max(0.0, until - since)
 
 
+def _left_by(chain: Chain, attempt: AttemptRecord, root: str) -> tuple[int, Left]:
+    """Return the newest commit sequence under the root of an attempt, and what the attempt left."""
+    spec, ends = chain.spec, chain.ends().values()
+    sequence, has_saved = _left_under(chain, root) if root else (0, None)
+    before = dict(spec.newest_before)
+    for end in ends:
+        before = later_of(before, end.newest)
+    left = find_left(
+        spec.progress,
+        () if root else spec.places,  # the checkpoints of ckptman itself are known better
+        Path(spec.workdir),
+        before,
+        attempt.begun_seconds,
+        is_known=bool(root) or any(end.committed for end in ends),
+    )
+    return sequence, replace(left, has_saved=True, note="") if has_saved else left
+
+
 def _left_under(chain: Chain, root: str) -> tuple[int, bool]:
     """Return the newest commit sequence under a root, and whether it is a new one since the attempts before."""
     known = [end.sequence for end in chain.ends().values() if end.root == root]
     try:
-        sequence = newest_sequence(root) if root else 0
+        sequence = newest_sequence(root)
         if known:
             return sequence, sequence not in (0, known[-1])
-        return sequence, bool(root and newest_sequence(root, chain.spec.created_seconds))
+        return sequence, bool(newest_sequence(root, chain.spec.created_seconds))
     except (CkptmanError, OSError):
         return known[-1] if known else 0, False
 
 
-def _bad_nodes(chain: Chain, attempt: AttemptRecord, ending: Ending, slurm: Slurm) -> dict[str, str]:
+def _bad_nodes(
+    chain: Chain, attempt: AttemptRecord, ending: Ending, slurm: Slurm, down: Mapping[str, str] | None
+) -> dict[str, str]:
     """Return the nodes of an attempt that Slurm says are down, after a bad ending, or that the attempt itself reported.
 
     None where those are more than half of its nodes: then something else is wrong.
     """
-    found: dict[str, str] = {}
+    found = dict(down or {})
     try:
         reported = reported_nodes(chain.outcome_path(attempt.number))
-        if ending in ("crashed", "interrupted"):
+        if ending in ("crashed", "interrupted") and down is None:
             found = slurm.bad_nodes(attempt.nodes)
         if not found and not reported:
             return {}

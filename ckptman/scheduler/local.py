@@ -8,6 +8,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,10 @@ from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Attempt, decide
 from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV, read_outcome
 from ckptman.scheduler.chain import Say, gone_text, judge, newest_sequence, patient, spoilt_text
+from ckptman.scheduler.finished import by_done
 from ckptman.scheduler.lost_outcome import NO_ROOT, find_outcome
-from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree, handles
+from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree, handles, ignores
+from ckptman.scheduler.progress import find_left, find_newest, guess_newest, later_of, named_by
 from ckptman.scheduler.signal_queue import ENDING, SignalQueue
 
 if TYPE_CHECKING:
@@ -28,6 +31,17 @@ GRACE_SECONDS = 30.0
 """What torchrun gives its workers to save."""
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """When a chain ends: see `run_chain`."""
+
+    crash_limit: int
+    max_attempts: int | None
+    stall_limit: int | None
+    progress: tuple[str, ...]
+    done: str
+
+
 def run_chain(
     command: Sequence[str],
     chain_dir: Path,
@@ -36,11 +50,14 @@ def run_chain(
     crash_limit: int = 3,
     max_attempts: int | None = None,
     stall_limit: int | None = None,
+    progress: Sequence[str] = (),
+    done: str = "",
 ) -> int:
     """Run `command` again and again until it is finished. Exit code 0: finished; 75: asked to stop, run it again.
 
     How an attempt ended is read from the outcome it wrote to `chain_dir`, and only without one from its exit code.
-    `say` hears one line per attempt.
+    `say` gets one line per attempt. `progress`: where the checkpoints of a program are that does not save with ckptman.
+    `done`: a file, a glob pattern or a command that tells that it is finished.
 
     Raises: SchedulerError (`crash_limit` attempts in a row crashed with no new checkpoint, or `stall_limit` ended so in
     whatever way, the last of `max_attempts` crashed, the checkpoints are gone, or the command cannot be started),
@@ -57,7 +74,8 @@ def run_chain(
 
     record = LocalRecord(chain_dir, command, tell, since_seconds, crash_limit, max_attempts)
     try:
-        code, reason = _run_attempts(command, chain_dir, tell, record, crash_limit, max_attempts, stall_limit)
+        limits = _Limits(crash_limit, max_attempts, stall_limit, tuple(progress), done)
+        code, reason = _run_attempts(command, chain_dir, tell, record, limits)
     except BaseException as error:
         record.turn("stopped", str(error) or type(error).__name__)
         raise
@@ -70,14 +88,15 @@ def _run_attempts(
     chain_dir: Path,
     tell: Say,
     record: LocalRecord,
-    crash_limit: int,
-    max_attempts: int | None,
-    stall_limit: int | None,
+    limits: _Limits,
 ) -> tuple[int, str]:
     """Return the exit code of the chain, and why it ends. Raises: SchedulerError."""
     since_seconds = time.time()
     attempts: list[Attempt] = []
-    root = ""
+    workdir = Path.cwd()
+    places = named_by("", command, os.environ)
+    newest = {**guess_newest(places, workdir), **find_newest(limits.progress, workdir)}
+    root, sequence = "", 0
     with SignalQueue() as signals:
         scheduler = LocalScheduler(tell, signals)
         while (stop := scheduler.stop_asked()) is None:
@@ -93,26 +112,36 @@ def _run_attempts(
                 outcome = None
                 tell(f"{error}; going by the exit code")
             if outcome is None:
-                outcome = find_outcome(Path.cwd(), [root], begun_seconds, returncode)
-            ending, reason = judge(returncode, outcome)
+                outcome = find_outcome(workdir, [root], begun_seconds, returncode)
+            asked = scheduler.passed_on
+            ending, reason = judge(returncode, outcome, f"{asked.name} was passed on" if asked else "")
+            if outcome is None or outcome.state == "running":
+                ending, reason = by_done(limits.done, str(workdir), os.environ, ending, reason)
             root_before, root = root, outcome.root if outcome else root
-            committed = before = attempts[-1].committed_sequence if attempts else 0
+            before = sequence
             try:
-                committed = newest_sequence(root, since_seconds) if root else before
+                sequence = newest_sequence(root, since_seconds) if root else before
                 if root and ending != "finished" and (spoilt := spoilt_text(root)):
                     reason = f"{reason}; {spoilt}"
             except RootError as error:
                 tell(f"{error}; counted as no progress")
-            attempts.append(Attempt(number, ending, reason, committed))
-            following = decide(attempts, crash_limit, max_attempts, stall_limit=stall_limit)
+            is_known = bool(root) or any(each.has_saved for each in attempts)
+            at = () if root else places
+            left = find_left(limits.progress, at, workdir, newest, begun_seconds, is_known=is_known)
+            newest = later_of(newest, left.newest)
+            has_saved = True if root and sequence != before else left.has_saved
+            if ending != "finished" and left.note:
+                reason = f"{reason}; {left.note}"
+            attempts.append(Attempt(number, ending, reason, has_saved, time.time() - begun_seconds))
+            following = decide(attempts, limits.crash_limit, limits.max_attempts, limits.stall_limit)
             tell(following.reason)
-            record.end(attempts[-1], returncode, outcome, committed != before)  # nothing of it is printed after this
+            record.end(attempts[-1], returncode, outcome, sequence)  # nothing of it is printed after this
             if ending == "finished":
                 return EXIT_OK, reason
-            if before and root == root_before and not committed and not newest_sequence(root):
+            if before and root == root_before and not sequence and not newest_sequence(root):
                 raise SchedulerError(f"the chain ends: {gone_text(root)}")
-            if ending == "stopped" and number == max_attempts:
-                return EXIT_AGAIN, f"no more than {max_attempts} attempts were allowed"
+            if ending == "stopped" and number == limits.max_attempts:
+                return EXIT_AGAIN, f"no more than {number} attempts were allowed"
             if not following.again and scheduler.stop_asked() is None:
                 if not root:
                     tell(NO_ROOT)
@@ -139,6 +168,8 @@ class LocalScheduler:
         self._say, self._signals = say, signals
         self._stop: signal.Signals | None = None
         self._kill = False
+        self.passed_on: signal.Signals | None = None
+        """The last signal that was passed on to the attempt that ran last."""
 
     def stop_asked(self) -> signal.Signals | None:
         """Return the signal that asked the chain to end, or None. Between attempts there is nobody to pass it on to."""
@@ -150,6 +181,7 @@ class LocalScheduler:
 
         When this returns, no process of the attempt is alive. Raises: SchedulerError (it cannot be started).
         """
+        self.passed_on = None
         outer_id, attempt_id = env.get(ATTEMPT_ID_ENV), uuid.uuid4().hex
         child = _start(command, {**env, ATTEMPT_ID_ENV: f"{outer_id}:{attempt_id}" if outer_id else attempt_id})
         tree = ProcessTree(child.pid, attempt_id)
@@ -179,9 +211,11 @@ class LocalScheduler:
             self._say(f"{number.name} once more: every process of the attempt is killed")
         elif number in ENDING:
             self._say(f"{number.name}: passed on, and the chain ends after this attempt; once more kills it at once")
+            self.passed_on = number
             os.kill(pid, number)
         else:
             passed = number if handles(pid, number) else signal.SIGTERM
+            self.passed_on = None if ignores(pid, passed) else passed
             self._say(f"{number.name}: passed on as {passed.name}; the chain goes on with the next attempt")
             os.kill(pid, passed)
 

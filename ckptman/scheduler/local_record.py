@@ -83,7 +83,7 @@ class LocalRecord:
                 )
             )
 
-    def end(self, attempt: Attempt, returncode: int, outcome: Outcome | None, committed: bool) -> None:
+    def end(self, attempt: Attempt, returncode: int, outcome: Outcome | None, sequence: int) -> None:
         with self._patience():
             self._chain.end(
                 EndRecord(
@@ -93,8 +93,8 @@ class LocalRecord:
                     returncode=returncode,
                     root=outcome.root if outcome else "",
                     step=outcome.step if outcome else 0,
-                    sequence=attempt.committed_sequence,
-                    committed=committed,
+                    sequence=sequence,
+                    committed=attempt.has_saved,
                     ended_seconds=time.time(),
                 )
             )

@@ -89,12 +89,21 @@ class ProcessTree:
 
 def handles(pid: int, number: signal.Signals) -> bool:
     """Return whether a process has a handler for a signal, or ignores it; False if that cannot be known."""
+    return _is_in_mask(pid, number, "SigCgt:", "SigIgn:")
+
+
+def ignores(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process ignores a signal; False if that cannot be known."""
+    return _is_in_mask(pid, number, "SigIgn:")
+
+
+def _is_in_mask(pid: int, number: signal.Signals, *masks: str) -> bool:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigCgt:", "SigIgn:"))]
-    return any(mask >> (number - 1) & 1 for mask in masks)
+    found = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(masks)]
+    return any(mask >> (number - 1) & 1 for mask in found)
 
 
 def forward_stop(script: int, number: signal.Signals, steps: Callable[[], None] | None) -> str:

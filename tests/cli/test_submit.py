@@ -32,7 +32,7 @@ IN_A_ROW = "Error: the chain ends: 2 attempts in a row "
     [
         ("75,1,0", [], 0, 3, ""),
         ("1", ["--crash-limit", "2"], 8, 2, f"{IN_A_ROW}crashed"),
-        ("75", ["--stall-limit", "2"], 8, 2, f"{IN_A_ROW}ended with no new checkpoint"),
+        ("75", ["--stall-limit", "2"], 8, 2, f"{IN_A_ROW}ended within 10 min, with no known checkpoint"),
         ("75", ["--max-attempts", "2"], 75, 2, ""),
     ],
 )

@@ -191,7 +191,7 @@ def test_three_crashes_end_the_chain_with_the_reason(tmp_path, fake):
     codes = [attempt(chain, fake, number)[0] for number in (1, 2, 3)]
     assert codes == [7, 7, 7]
     assert chain.state.state == "stopped"
-    assert "3 attempts in a row crashed with no new checkpoint; attempt 3 crashed: exit code 7" in chain.state.reason
+    assert "3 attempts in a row crashed within 10 min, with no known checkpoint (name yours with --progress); attempt 3 crashed: exit code 7" in chain.state.reason
     assert fake.argv("scancel") == [["102", "103", "104"][2:]]
     # A minute, and then two: what fails before its first save is not tried again at once.
     updates = [each[-1] for each in fake.argv("scontrol") if each[0] == "update"]
@@ -216,7 +216,7 @@ def test_a_crash_after_a_commit_does_not_count(tmp_path, fake):
         ("CANCELLED", "interrupted", "cancelled"),
         ("FAILED", "crashed", "killed (FAILED, NonZeroExitCode)"),
         ("OUT_OF_MEMORY", "crashed", "killed (OUT_OF_MEMORY, NonZeroExitCode)"),
-        (None, "crashed", "killed, and nobody knows by whom: Slurm has forgotten the job"),
+        (None, "interrupted", "killed; the cause is unknown, as Slurm no longer knows the job"),
     ],
 )
 def test_how_an_attempt_ended_that_was_killed(tmp_path, fake, state, ending, reason):
@@ -258,7 +258,7 @@ def test_a_full_queue_does_not_lose_the_chain(tmp_path, fake):
     [
         ({"max_attempts": 2}, 0.0, "no more than 2 attempts"),
         ({"until_seconds": NOW + 50}, 100.0, "date until"),
-        ({"stall_limit": 2}, 0.0, "2 attempts in a row ended with no new checkpoint"),
+        ({"stall_limit": 2}, 0.0, "2 attempts in a row ended within 10 min, with no known checkpoint"),
     ],
 )
 def test_limits(tmp_path, fake, wish, later, why):
@@ -330,7 +330,7 @@ def test_signals_reach_whoever_understands_them(tmp_path, fake, body, sent, seen
 def test_a_warning_before_the_run_listens_is_no_crash(tmp_path, fake):
     chain = submitted(tmp_path, fake, f"{sys.executable} -S -c 'import os; os.kill(os.getpid(), 15)'; exit 143")
     job = supervisor(chain, fake, SLURM_JOB_NODELIST="")
-    job._asked = True
+    job._asked = signal.SIGTERM
     assert job.run() == 143
     assert (chain.ends()[1].ending, chain.state.state) == ("interrupted", "active")
     assert not fake.argv("scontrol")
@@ -395,7 +395,7 @@ def test_the_whole_way_by_the_command_line(tmp_path, fake, capsys):
     for name in ([], [folder.name], ["101"], [str(folder)]):
         assert main(["chain", "show", *name]) == 0
         shown = capsys.readouterr().out
-        assert "stopped, 1 attempt crashed with no new checkpoint; attempt 1 crashed: exit code 7" in shown
+        assert "stopped, 1 attempt crashed within 10 min, with no known checkpoint (name yours with --progress); attempt 1 crashed: exit code 7" in shown
     assert main(["chain", "list"]) == 0
     assert "a name.sbatch" in capsys.readouterr().out
     assert main(["chain", "show", "--json"]) == 0

@@ -37,7 +37,7 @@ class Pretended:
 
     def __init__(self, *plan, stop_after=None):
         self.plan, self.stop_after = plan, stop_after
-        self.seen = []
+        self.seen, self.passed_on = [], None
 
     def stop_asked(self):
         return signal.SIGTERM if self.stop_after is not None and len(self.seen) >= self.stop_after else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ckptman.forecast.save_costs import SHORTEST_LIMIT_SECONDS, warning_seconds
 from ckptman.scheduler.chain import new_chain_dir
 from ckptman.scheduler.chain_record import Chain, JobRecord, Spec, Wish, find_chains
 from ckptman.scheduler.history import avoided, job_number_after, measured_save_seconds
+from ckptman.scheduler.progress import find_newest, guess_newest, named_by
 from ckptman.scheduler.slurm.batch_script import (
     BatchScript,
     array_tasks,
@@ -26,6 +28,11 @@ from ckptman.scheduler.slurm.batch_script import (
     warned,
 )
 from ckptman.scheduler.slurm.commands import QueueFullError, Slurm, UnreachableError, submission_environment
+
+MOST_PLACES = 20
+"""Of checkpoints, taken from the arguments of a script."""
+_EXITS_EARLY = re.compile(r"--exit-(?:duration-in-mins|interval|signal-handler)\b")
+"""Megatron's."""
 
 
 class Submission(Wish):
@@ -76,6 +83,7 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
     workdir = Path.cwd()
     added += _places_of_output(options, workdir)
     signal = warned(options)
+    places = tuple(named_by(text, submission.arguments, environ))[:MOST_PLACES]
     wish = submission.model_copy(update={"options": (*added, *submission.options)})
     spec = Spec(
         **wish.model_dump(include=set(Wish.model_fields)),
@@ -86,6 +94,8 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
         has_signal="--signal" in options,
         warned_seconds=signal.seconds if signal else None,
         excluded=options.get("--exclude", ""),
+        places=places,
+        newest_before={**guess_newest(places, workdir), **find_newest(submission.progress, workdir)},
         workdir=str(workdir),
         created_seconds=now,
     )
@@ -104,8 +114,18 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
             own = spec.model_copy(update={"array_task": task, "options": (*spec.options, f"--array={task}")})
             where = base.with_name(f"{base.name}-task{task:0{width}}")
         _refuse_twins(own, others)
-        made.append(PreparedChain(Chain(where), own, script, tuple(remarks(options))))
+        made.append(PreparedChain(Chain(where), own, script, (*remarks(options), *_remarks_of(own, text))))
     return made
+
+
+def _remarks_of(spec: Spec, text: str) -> Iterator[str]:
+    """Return what a user should know of how ckptman tells the progress of this program, and its end."""
+    if spec.places and not spec.progress:
+        yield f"checkpoints are looked for in {', '.join(spec.places)}; --progress names other places"
+    if spec.first_arguments and not spec.places and not spec.progress:
+        yield "--first is passed until there is a checkpoint: if ckptman does not save it, name it with --progress"
+    if not spec.done and (found := _EXITS_EARLY.search(text)) is not None:
+        yield f"exit code 0 means finished, and {found[0]} may exit with 0 earlier: say with --done what finished means"
 
 
 def submit_chain(prepared: PreparedChain, slurm: Slurm, now: float) -> list[JobRecord]:
