@@ -112,6 +112,7 @@ class Supervisor:
             host=socket.gethostname(),
             log=log,
             log_begin=log_begin,
+            workdir=self._workdir,
             begun_seconds=now,
         )
         if chain.begin(attempt) != attempt:

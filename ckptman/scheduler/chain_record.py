@@ -130,6 +130,7 @@ class AttemptRecord(_Record):
     host: str
     log: str
     log_begin: int = 0
+    workdir: str = ""
     begun_seconds: float
 
 

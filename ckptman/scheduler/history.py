@@ -135,8 +135,9 @@ def outcome_of(chain: Chain, attempt: AttemptRecord, returncode: int | None = No
         return None
     if outcome is None:
         roots = [end.root for end in chain.ends().values()]
-        below = Path(chain.spec.workdir)
-        outcome = find_outcome(below, reversed(roots), attempt.begun_seconds, returncode, attempt.job_id)
+        outcome = find_outcome(
+            _workdir_of(chain, attempt), reversed(roots), attempt.begun_seconds, returncode, attempt.job_id
+        )
     return outcome
 
 
@@ -283,6 +284,11 @@ def _between(since: float | None, until: float | None) -> float | None:
     return None if since is None or until is None else max(0.0, until - since)
 
 
+def _workdir_of(chain: Chain, attempt: AttemptRecord) -> Path:
+    """Return where the script of an attempt runs: as a rule, and before that was recorded, where it was submitted."""
+    return Path(attempt.workdir or chain.spec.workdir)
+
+
 def _left_by(chain: Chain, attempt: AttemptRecord, root: str) -> tuple[int, Left]:
     """Return the newest commit sequence under the root of an attempt, and what the attempt left."""
     spec, ends = chain.spec, chain.ends().values()
@@ -293,7 +299,7 @@ def _left_by(chain: Chain, attempt: AttemptRecord, root: str) -> tuple[int, Left
     left = find_left(
         spec.progress,
         () if root else spec.places,  # the checkpoints of ckptman itself are known better
-        Path(spec.workdir),
+        _workdir_of(chain, attempt),
         before,
         attempt.begun_seconds,
         is_known=bool(root) or any(end.committed for end in ends),

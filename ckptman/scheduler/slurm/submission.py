@@ -83,6 +83,7 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
     workdir = Path.cwd()
     added += _places_of_output(options, workdir)
     signal = warned(options)
+    begins_in = workdir / (options.get("--chdir") or "")
     places = tuple(named_by(text, submission.arguments, environ))[:MOST_PLACES]
     wish = submission.model_copy(update={"options": (*added, *submission.options)})
     spec = Spec(
@@ -95,7 +96,7 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
         warned_seconds=signal.seconds if signal else None,
         excluded=options.get("--exclude", ""),
         places=places,
-        newest_before={**guess_newest(places, workdir), **find_newest(submission.progress, workdir)},
+        newest_before={**guess_newest(places, begins_in), **find_newest(submission.progress, begins_in)},
         workdir=str(workdir),
         created_seconds=now,
     )
