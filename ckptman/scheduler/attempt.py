@@ -62,13 +62,14 @@ class Supervisor:
         workdir: str,
         *,
         say: Say,
+        replaces: str = "",
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._chain, self._job_number, self._environ, self._slurm = chain, job_number, environ, slurm
         self._workdir, self._say, self._clock, self._sleep = workdir, patient(say), clock, sleep
         self._spec: Spec = chain.spec
-        self._job_id = environ["SLURM_JOB_ID"]
+        self._job_id, self._replaces = environ["SLURM_JOB_ID"], replaces
         self._retry_at: float | None = None
         self._asked: signal.Signals | None = None
         self._ending = False
@@ -85,8 +86,11 @@ class Supervisor:
 
     def _begin(self) -> AttemptRecord | None:
         chain, now = self._chain, self._clock()
-        owner = chain.claim(JobRecord(number=self._job_number, job_id=self._job_id, time_seconds=now))
-        if owner.job_id != self._job_id:
+        own = JobRecord(number=self._job_number, job_id=self._job_id, time_seconds=now)
+        owner = chain.claim(own)
+        if self._replaces and owner.job_id == self._replaces:
+            chain.put_job(own)
+        elif owner.job_id != self._job_id:
             self._say(f"job {owner.job_id} is job {self._job_number} of this chain: this one is left over, and leaves")
             return None
         if (state := chain.state).state != "active":
@@ -280,7 +284,8 @@ class Supervisor:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one attempt. Arguments: the folder of the chain, the number of this job in it, where its script is to run."""
+    """Run one attempt. Arguments: the folder of the chain, the number of this job in it, where its script is to run, and
+    the id of the job that this one replaces, if any."""
     for number in (*ENDING, *WARNING):  # the batch file has them ignored, so that none ends it before this line
         signal.signal(number, leave_it)
     chain = Chain(Path(arguments[0]).resolve())
@@ -289,7 +294,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"ckptman: {text}", flush=True)
 
     try:
-        return Supervisor(chain, int(arguments[1]), os.environ, slurm_of(chain.spec), arguments[2], say=say).run()
+        replaces = arguments[3] if len(arguments) > 3 else ""
+        slurm, workdir = slurm_of(chain.spec), arguments[2]
+        return Supervisor(chain, int(arguments[1]), os.environ, slurm, workdir, say=say, replaces=replaces).run()
     except CkptmanError as error:
         say(f"Error: {error}")
         return error.exit_code

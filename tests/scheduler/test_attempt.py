@@ -336,6 +336,68 @@ def test_a_warning_before_the_run_listens_is_no_crash(tmp_path, fake):
     assert not fake.argv("scontrol")
 
 
+# ---- A node that lacks something ------------------------------------------------------------------------------------
+
+
+def run_batch_file(chain, fake, monkeypatch, **environ):
+    """Run what is submitted, as job 101 on node n7; nobody sleeps. Its exit code and output."""
+    sleep = fake.folder / "sleep"
+    if not sleep.exists():
+        sleep.write_text("#!/bin/bash\n")
+        sleep.chmod(0o755)
+    job = {"SLURM_JOB_ID": "101", "SLURMD_NODENAME": "n7", "SLURM_JOB_NODELIST": "n7", "SLURM_NTASKS": "4"}
+    batch = fake.folder / "slurm_script"  # as Slurm does, from a place of its own
+    done = subprocess.run(
+        ["bash", batch, "1"], env={**os.environ, **fake.environ, **job, **environ}, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("lost", ["folder", "python"])
+def test_a_job_whose_node_lacks_the_chain_runs_elsewhere(tmp_path, fake, monkeypatch, lost):
+    chain = submitted(tmp_path, fake, "exit 75", options=("--nodes=2",))
+    text = chain.batch_file.read_text()
+    (fake.folder / "slurm_script").write_text(text.replace(sys.executable, "/no/python") if lost == "python" else text)
+    if lost == "folder":
+        chain.folder.rename(tmp_path / "hidden")
+    fake.plan("scontrol", (0, "JobId=101 ExcNodeList=n9 NodeList=n7\n", ""), (0, "", ""))
+    code, told = run_batch_file(chain, fake, monkeypatch)
+    assert code == 0
+    assert "try 10 of 10" in told
+    assert "this job was requeued, without n7" in told
+    assert fake.argv("scontrol")[1:] == [["requeue", "101"], ["update", "JobId=101", "ExcNodeList=n9,n7"]]
+    # Where a job may not be requeued, another one takes its place.
+    fake.plan("scontrol", (0, "JobId=101 ExcNodeList=(null)\n", ""), (1, "", "Requested operation is disabled"))
+    code, told = run_batch_file(chain, fake, monkeypatch)
+    assert "another job was submitted, without n7" in told
+    call = fake.calls[-1]
+    assert call["argv"][-6:] == ["--open-mode=append", "--nodes=2", "--exclude=n7", *call["argv"][-3:]]
+    assert call["argv"][-2:] == ["1", "101"]
+    assert "SLURM_NTASKS" not in call["environ"]
+    assert run_batch_file(chain, fake, monkeypatch, SLURM_RESTART_COUNT="10")[0] == 1
+
+
+def test_a_mount_that_comes_late_costs_a_moment(tmp_path, fake, monkeypatch):
+    chain = submitted(tmp_path, fake, "exit 75")
+    (fake.folder / "slurm_script").write_text(chain.batch_file.read_text())
+    (fake.folder / "sleep").write_text(f"#!/bin/bash\nmv {tmp_path}/hidden {chain.folder}\n")
+    (fake.folder / "sleep").chmod(0o755)
+    chain.folder.rename(tmp_path / "hidden")
+    code, told = run_batch_file(chain, fake, monkeypatch)
+    assert code == 75
+    assert "try 1 of 10" in told
+    assert chain.ends()[1].ending == "stopped"
+
+
+def test_the_job_in_place_of_another_takes_its_number(tmp_path, fake):
+    chain = submitted(tmp_path, fake, "exit 75")
+    assert "this one is left over" in attempt(chain, fake, 1, SLURM_JOB_ID="777")[1][0]
+    job = supervisor(chain, fake, 1, SLURM_JOB_ID="777")
+    job._replaces = "101"
+    assert job.run() == 75
+    assert chain.jobs()[0].job_id == "777"
+
+
 # ---- Control --------------------------------------------------------------------------------------------------------
 
 

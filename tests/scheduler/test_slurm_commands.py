@@ -88,7 +88,7 @@ def test_the_batch_file_holds_the_directives_and_quotes_what_it_names():
     script = parse("#!/bin/bash\n#SBATCH --time=5\necho\n", "s")
     lines = batch_file(script, "s", "/opt/a python", "/a/$(touch x)/'chain'").splitlines()
     assert lines[:2] == ["#!/bin/bash", "#SBATCH --time=5"]
-    assert lines[-1].startswith("cd '/a/$(touch x)/'\"'\"'chain'\"'\"'' && exec '/opt/a python' -m ckptman.scheduler")
+    assert "workdir=$PWD chain='/a/$(touch x)/'\"'\"'chain'\"'\"'' python='/opt/a python'" in lines
 
 
 @pytest.mark.parametrize("out", ["17\n", "17;cluster\n", "a word of the site\n17\n"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ckptman.errors import ConfigError
@@ -88,21 +89,66 @@ def _refused_by_sbatch(text: str) -> str:
     return ""
 
 
-def batch_file(script: BatchScript, name: str, python: str, folder: str) -> str:
-    """Return what is submitted for each attempt: the directives of the script, and a command that takes it from there.
+_BATCH = """
+# Written by ckptman submit, from {name}: one attempt of a chain. The script itself is beside this file.
+trap '' HUP INT TERM USR1 USR2  # until Python can take them: the successor has to be in the queue first
+workdir=$PWD chain={folder} python={python}
 
-    It leaves the working directory while Python starts: a `random.py` beside the training script is not ours.
+# Python starts outside the working directory, where a random.py beside the training script would be imported.
+for try in {{1..{tries}}}; do
+    if cd "$chain" && "$python" -c "import ckptman.scheduler.attempt"; then
+        exec "$python" -m ckptman.scheduler.attempt . "$1" "$workdir" ${{2:+"$2"}}
+    fi
+    node=${{SLURMD_NODENAME:-$(hostname)}}
+    echo "ckptman: $chain or $python cannot be used on $node: try $try of {tries}, {pause} s apart"
+    sleep {pause}
+done
+
+# Elsewhere, then: this job again, or another one in its place.
+excluded=$(scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\\([^ ]*\\).*/\\1/p')
+case $excluded in "" | "(null)") excluded=$node ;; *) excluded=$excluded,$node ;; esac
+if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {tries} ]; then
+    echo "ckptman: this job was requeued {tries} times: ckptman chain resume continues the chain"
+    exit 1
+fi
+if scontrol requeue "$SLURM_JOB_ID"; then
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$excluded"
+    echo "ckptman: this job was requeued, without $node"
+    exit 0
+fi
+cd "$workdir" || exit 1
+mine=$SLURM_JOB_ID conf=${{SLURM_CONF:-}}
+unset ${{!SLURM_@}} ${{!SBATCH_@}}
+export {variables}${{conf:+SLURM_CONF="$conf"}}
+sbatch {options} --exclude="$excluded" "$0" "$1" "$mine" && echo "ckptman: another job was submitted, without $node"
+"""
+TRIES, PAUSE_SECONDS = 10, 30
+"""How often a node may lack the folder of the chain, or Python, as while a mount is late; and how often a job may be
+requeued because of that."""
+
+
+def batch_file(
+    script: BatchScript,
+    name: str,
+    python: str,
+    folder: str,
+    options: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Return what is submitted for each attempt: the directives of the script, and a command that does the rest.
+
+    `options`, `variables`: those of the submission, for a job in place of one that a bad node has lost.
     """
-    lines = (
-        "#!/bin/bash",
-        *script.directives,
-        "",
-        f"# Written by ckptman submit, from {name}: one attempt of a chain. The script itself is beside this file.",
-        "trap '' HUP INT TERM USR1 USR2  # until Python can take them: the successor has to be in the queue first",
-        "workdir=$PWD",
-        f'cd {shlex.quote(folder)} && exec {shlex.quote(python)} -m ckptman.scheduler.attempt . "$1" "$workdir"',
+    text = _BATCH.format(
+        name=name,
+        folder=shlex.quote(folder),
+        python=shlex.quote(python),
+        tries=TRIES,
+        pause=PAUSE_SECONDS,
+        options=shlex.join(options),
+        variables="".join(f"{name}={shlex.quote(value)} " for name, value in variables.items()),
     )
-    return "\n".join(lines) + "\n"
+    return "\n".join(("#!/bin/bash", *script.directives, text))
 
 
 def read_options(words: list[str]) -> dict[str, str]:

@@ -137,7 +137,7 @@ def submit_chain(prepared: PreparedChain, slurm: Slurm, now: float) -> list[JobR
     """
     chain, spec, script = prepared.chain, prepared.spec, prepared.script
     source = Path(spec.script)
-    batch = batch_file(script, source.name, sys.executable, str(chain.folder))
+    batch = batch_file(script, source.name, sys.executable, str(chain.folder), spec.options, spec.sbatch_variables)
     Chain.create(chain.folder, spec, source.read_bytes(), batch)
     try:
         jobs = [_submit(chain, slurm, 1, (), now)]
