@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -144,11 +145,16 @@ def pause_chain(name: Name = None) -> None:
 
 
 @chain_app.command("resume", cls=Verb)
-def resume_chain(name: Name = None) -> None:
-    """Let a chain go on that was paused, or that crashes or a limit have stopped."""
+def resume_chain(
+    name: Name = None,
+    start_over: Annotated[
+        bool, typer.Option("--start-over", help="Begin at step 0 if the checkpoints are gone.")
+    ] = False,
+) -> None:
+    """Continue a chain that was paused, or that crashes or a limit have stopped."""
     from ckptman.scheduler.slurm.control import resume
 
-    _act(name, resume)
+    _act(name, partial(resume, start_over=start_over))
 
 
 def _find(name: str | None) -> Chain:

@@ -15,14 +15,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
+from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Ending
 from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV
 from ckptman.scheduler.chain import Say, judge, patient
-from ckptman.scheduler.chain_record import AttemptRecord, Chain, JobRecord, Spec, output
+from ckptman.scheduler.chain_record import AttemptRecord, Chain, ChainState, JobRecord, Spec, output
 from ckptman.scheduler.finished import by_done
 from ckptman.scheduler.history import (
     following,
@@ -71,6 +72,7 @@ class Supervisor:
         self._spec: Spec = chain.spec
         self._job_id, self._replaces = environ["SLURM_JOB_ID"], replaces
         self._retry_at: float | None = None
+        self._successor: JobRecord | None = None
         self._asked: signal.Signals | None = None
         self._ending = False
 
@@ -86,11 +88,13 @@ class Supervisor:
 
     def _begin(self) -> AttemptRecord | None:
         chain, now = self._chain, self._clock()
-        own = JobRecord(number=self._job_number, job_id=self._job_id, time_seconds=now)
-        owner = chain.claim(own)
-        if self._replaces and owner.job_id == self._replaces:
-            chain.put_job(own)
-        elif owner.job_id != self._job_id:
+        own = owner = JobRecord(number=self._job_number, job_id=self._job_id, time_seconds=now)
+        with self._unrecorded("that this job belongs to the chain"):
+            owner = chain.claim(own)
+            if self._replaces and owner.job_id == self._replaces:
+                owner = own
+                chain.put_job(own)
+        if owner.job_id != self._job_id:
             self._say(f"job {owner.job_id} is job {self._job_number} of this chain: this one is left over, and leaves")
             return None
         if (state := chain.state).state != "active":
@@ -99,7 +103,10 @@ class Supervisor:
         number = len(chain.attempts()) + 1
         # Before anything else, such as a look at the disk of the run, which may hang.
         self._ensure_successor(number)
-        if (other := settle(chain, self._slurm, self._job_id, now)) is not None:
+        other = None
+        with self._unrecorded("how earlier attempts ended"):
+            other = settle(chain, self._slurm, self._job_id, now)
+        if other is not None:
             self._leave(f"attempt {other.number} of this chain still runs, as job {other.job_id}")
             return None
         decision = following(chain, now)
@@ -119,12 +126,25 @@ class Supervisor:
             workdir=self._workdir,
             begun_seconds=now,
         )
-        if chain.begin(attempt) != attempt:
+        begun = attempt
+        with self._unrecorded("that this attempt began"):
+            begun = chain.begin(attempt)
+        if begun != attempt:
             self._leave(f"attempt {number} of this chain has begun already")
             return None
+        with suppress(OSError):  # of an attempt that could not be recorded
+            DISK.remove_file(chain.outcome_path(number))
         chain.events.record("begin", sync=True, attempt=number, job_id=self._job_id, nodes=attempt.nodes)
         self._say(f"attempt {number}, job {self._job_id} on {attempt.nodes}")
         return attempt
+
+    @contextmanager
+    def _unrecorded(self, what: str) -> Iterator[None]:
+        """Continue if something cannot be recorded, as on a full disk: the run may have room elsewhere."""
+        try:
+            yield
+        except OSError as error:
+            self._say(f"{what} cannot be recorded in {self._chain.folder}: {error.strerror or error}. The run goes on")
 
     def _leave(self, why: str) -> None:
         """Leave the chain to the attempt that runs, which has its own successor follow."""
@@ -148,11 +168,22 @@ class Supervisor:
         if not follows or (spec.max_attempts is not None and attempt >= spec.max_attempts):
             return
         try:
-            submit_next(self._chain, self._slurm, self._job_number, self._job_id, self._clock())
+            if not self._is_in_queue(self._successor):
+                now = self._clock()
+                self._successor = submit_next(self._chain, self._slurm, self._job_number, self._job_id, now)
         except (SchedulerError, OSError) as error:
-            self._say(f"there is no successor yet: {error}. Tried again in {RETRY_SECONDS:.0f} s")
+            self._say(f"there is no successor yet: {error}. While the script runs, this is tried every minute")
             self._chain.events.record("no successor", attempt=attempt, why=str(error))
             self._retry_at = self._clock() + RETRY_SECONDS
+
+    def _is_in_queue(self, job: JobRecord | None) -> bool:
+        """Return whether a job that this one submitted, and that could not be recorded, waits or runs."""
+        if job is None or job_number_after(self._chain, self._job_number) is not None:
+            return False
+        found = self._slurm.jobs([job.job_id]).get(job.job_id)
+        with suppress(OSError):
+            self._chain.put_job(job)
+        return found is not None and not found.over
 
     def _run_script(self, signals: SignalQueue, attempt: AttemptRecord) -> int:
         spec = self._spec
@@ -202,15 +233,17 @@ class Supervisor:
             ending, reason = "interrupted", f"node failure: {', '.join(down)}; {reason}"
         elif untold:
             ending, reason = by_done(self._spec.done, self._workdir, self._environ, ending, reason)
-        note_end(chain, attempt, self._slurm, outcome, ending, reason, now, returncode, down)
+        end = note_end(chain, attempt, self._slurm, outcome, ending, reason, now, returncode, down)
+        if end.number not in chain.ends():
+            self._say(f"how this attempt ended cannot be recorded in {chain.folder}: see if there is room")
         if note := warned_too_late(chain):
             self._say(note)
-        decision = following(chain, now)
+        decision = following(chain, now, end)
         self._say(decision.reason)
         if chain.state.state != "active":
             return
         if ending == "finished":
-            chain.turn("finished", decision.reason, now)
+            self._turn("finished", decision.reason)
             self._cancel_successor()
         elif not decision.again:
             if not any(end.root for end in chain.ends().values()):
@@ -222,9 +255,14 @@ class Supervisor:
             self._avoid_bad_nodes(self._job_number)
         else:
             self._ensure_successor(attempt.number)  # somebody may have cancelled it
-            following_job = job_number_after(chain, self._job_number)
+            following_job = job_number_after(chain, self._job_number) or self._successor
             if following_job is not None:
                 self._say(f"the chain goes on with job {following_job.job_id}")
+            elif self._retry_at is not None:
+                self._say(
+                    "as no successor can be submitted, this job is requeued: ckptman submit --requeue always does so"
+                )
+                self._requeue()
             if decision.delay_seconds > 0 and following_job is not None:
                 with self._refusal("the next attempt starts without a delay: {}"):
                     self._slurm.update(following_job.job_id, StartTime=f"now+{decision.delay_seconds:.0f}")
@@ -256,12 +294,17 @@ class Supervisor:
 
     def _stop(self, reason: str) -> None:
         self._say(f"the chain ends: {reason}. Remove the cause; ckptman chain resume goes on with it")
-        self._chain.turn("stopped", reason, self._clock())
+        self._turn("stopped", reason)
         self._cancel_successor()
+
+    def _turn(self, state: ChainState, reason: str) -> None:
+        with self._unrecorded(f"that the chain is {state}"):
+            self._chain.turn(state, reason, self._clock())
 
     def _cancel_successor(self) -> None:
         with self._refusal("{}. What is left in the queue finds that the chain has ended, and leaves"):
-            self._slurm.cancel([each.job_id for each in self._chain.jobs() if each.number > self._job_number])
+            left = {each.job_id for each in self._chain.jobs() if each.number > self._job_number}
+            self._slurm.cancel(sorted(left | {self._successor.job_id} if self._successor is not None else left))
 
     def _avoid_bad_nodes(self, first_job: int) -> None:
         following_jobs = [each for each in self._chain.jobs() if each.number >= first_job]
@@ -270,9 +313,13 @@ class Supervisor:
                 self._say(told)
 
     def _requeue(self) -> None:
-        with self._refusal("{}. Submit again: the run goes on from its newest checkpoint"):
+        try:
             self._slurm.requeue(self._job_id)
-            self._say("the chain goes on with this job, which is requeued")
+        except SchedulerError as error:
+            if "pending" not in str(error).lower():
+                self._say(f"{error}. Once this job has ended, ckptman chain resume continues the chain")
+                return
+        self._say("the chain goes on with this job, which is requeued")
 
     @contextmanager
     def _refusal(self, message: str) -> Iterator[None]:
@@ -284,8 +331,8 @@ class Supervisor:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one attempt. Arguments: the folder of the chain, the number of this job in it, where its script is to run, and
-    the id of the job that this one replaces, if any."""
+    """Run one attempt. Arguments: the folder of the chain, the number of this job in it, where its script is to run,
+    and the id of the job that this one replaces, if any."""
     for number in (*ENDING, *WARNING):  # the batch file has them ignored, so that none ends it before this line
         signal.signal(number, leave_it)
     chain = Chain(Path(arguments[0]).resolve())

@@ -99,7 +99,7 @@ def _complete(root: str) -> list[Entry]:
 
 def gone_text(root: str) -> str:
     """Say that no checkpoint is left of those that attempts made under `root`: another one would start over."""
-    return f"{root} held checkpoints of earlier attempts, and holds none now: was it moved or deleted?"
+    return f"{root} held checkpoints of earlier attempts and holds none now: it was moved, deleted, or is not mounted"
 
 
 def new_chain_dir(now: float) -> Path:

@@ -151,8 +151,9 @@ def note_end(
     now: float,
     returncode: int | None = None,
     down: Mapping[str, str] | None = None,
-) -> None:
-    """Note how an attempt ended, with what it left on disk and which of its nodes are bad.
+) -> EndRecord:
+    """Note how an attempt ended, with what it left on disk and which of its nodes are bad. Where it cannot be written
+    down, it is returned all the same.
 
     `returncode`: None if it is noted by a later attempt, because this one was killed. `down`: the nodes that Slurm says
     are down, if it was asked.
@@ -178,14 +179,19 @@ def note_end(
         bad_nodes=_bad_nodes(chain, attempt, ending, slurm, down),
         save_seconds=save_seconds(root) if root else None,
     )
-    chain.end(record)
+    with suppress(OSError):
+        record = chain.end(record)
     event = "found ended" if returncode is None else "end"
     chain.events.record(event, sync=True, attempt=attempt.number, ending=ending, reason=reason)
+    return record
 
 
-def following(chain: Chain, now: float) -> Next:
-    """Return whether there is another attempt, by the limits of the chain and all that have ended."""
+def following(chain: Chain, now: float, last: EndRecord | None = None) -> Next:
+    """Return whether there is another attempt, by the limits of the chain and all that have ended. `last`: the end of
+    the last one, which may not be on disk."""
     spec, ends, forgiven = chain.spec, chain.ends(), chain.state.forgiven
+    if last is not None:
+        ends.setdefault(last.number, last)
     begun = {each.number: each.begun_seconds for each in chain.attempts()}
     seconds = {n: max(0.0, end.ended_seconds - begun[n]) if n in begun else 0.0 for n, end in ends.items()}
     attempts = [

@@ -18,7 +18,7 @@ from pathlib import Path
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.errors import RootError
-from ckptman.format.paths import step_folder
+from ckptman.format.paths import run_folder, step_folder
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from tests.faults.crash import STORES, Store, goes_on, held
@@ -162,6 +162,8 @@ def errors_while_reading(tally, home):
                 break
             with tally.fault(f"{call} {number} fails ({error.strerror}), {what}", "an error in a read"):
                 judge_read(tally, ended)
+            for lease in run_folder(root).glob("lease-*"):  # each that could not be removed is one more to be read
+                lease.unlink()
 
 
 def _with_failing(module, call, number, error, work, root):

@@ -1,5 +1,6 @@
 """Chains of Slurm jobs: what each attempt does and decides, with a Slurm that only pretends and real processes."""
 
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import pytest
 
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerError
+from ckptman.io.durable_files import DISK
 from ckptman.scheduler.attempt import Supervisor
 from ckptman.scheduler.chain_record import Chain, JobRecord, Spec, find_chains
 from ckptman.scheduler.slurm import control
@@ -334,6 +336,47 @@ def test_a_warning_before_the_run_listens_is_no_crash(tmp_path, fake):
     assert job.run() == 143
     assert (chain.ends()[1].ending, chain.state.state) == ("interrupted", "active")
     assert not fake.argv("scontrol")
+
+
+# ---- Records and submissions that fail ------------------------------------------------------------------------------
+
+
+def test_a_full_disk_under_the_chain_ends_nothing(tmp_path, fake, monkeypatch):
+    chain = submitted(tmp_path, fake, "echo >> ../seen; exit 75")
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        for name in ("create_whole_file", "replace_file"):
+            patch.setattr(type(DISK), name, full)
+        code, told = attempt(chain, fake, 1)
+        assert code == 75
+        assert any("that this attempt began cannot be recorded" in each for each in told)
+        assert told[-1] == "the chain goes on with job 102"
+    assert len(fake.argv("sbatch")) == 2  # none twice
+    assert not chain.attempts()
+    code, told = attempt(chain, fake, 2)
+    assert (code, chain.state.state) == (75, "active")
+    assert [each.job_id for each in chain.jobs()] == ["101", "102", "103"]
+    with monkeypatch.context() as patch:  # and one that finishes takes its successor out of the queue
+        for name in ("create_whole_file", "replace_file"):
+            patch.setattr(type(DISK), name, full)
+        chain.script.write_text("#!/bin/bash\nexit 0\n")
+        attempt(chain, fake, 3)
+    assert fake.argv("scancel")[-1] == ["104"]
+
+
+def test_a_site_that_refuses_sbatch_on_its_nodes_has_the_job_requeued(tmp_path, fake):
+    chain = submitted(tmp_path, fake, "exit 75")
+    fake.plan("sbatch", (1, "", "sbatch: error: Access/permission denied"))
+    _, told = attempt(chain, fake, 1)
+    assert fake.argv("scontrol") == [["requeue", "101"]]
+    assert any("--requeue" in each for each in told)
+    assert told[-1] == "the chain goes on with this job, which is requeued"
+    fake.plan("scontrol", (1, "", "Job is pending execution for job 101"))
+    assert attempt(chain, fake, 1)[1][-1] == "the chain goes on with this job, which is requeued"
+    assert [each.job_id for each in chain.jobs()] == ["101"]
 
 
 # ---- A node that lacks something ------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def stopped_under(root, step=5):
 
 
 @pytest.mark.slow
-def test_a_root_that_was_deleted_ends_the_chain(tmp_path, fake):
+def test_a_root_that_was_deleted_ends_the_chain(tmp_path, fake, capsys):
     root = tmp_path / "root"
     chain = submitted(tmp_path, fake, stopped_under(root))
     commit(root, 5, time_seconds=NOW + 1)
@@ -182,14 +182,17 @@ def test_a_root_that_was_deleted_ends_the_chain(tmp_path, fake):
     shutil.move(root, tmp_path / "elsewhere")
     _, said = attempt(chain, fake, 2, NOW + 3)
     assert chain.state.state == "stopped"
-    assert "was it moved or deleted?" in chain.state.reason
+    assert "holds none now: it was moved, deleted, or is not mounted" in chain.state.reason
     assert len([each for each in said if "Looked at again in 20 s" in each]) == ROOT_LOOKS - 1
     assert len(chain.attempts()) == 1
     assert fake.argv("scancel") == [["103"]]
 
-    # To go on in spite of it is a decision: it starts over, and is not asked about again.
+    # To start over is a decision, and is not asked about again.
     fake.plan("squeue", (0, "", ""))
-    assert main(["chain", "resume"]) == 0
+    assert main(["chain", "resume"]) != 0
+    assert "ckptman chain resume --start-over" in capsys.readouterr().err
+    assert chain.state.state == "stopped"
+    assert main(["chain", "resume", "--start-over"]) == 0
     fake.plan("squeue", (0, "105|PENDING|Dependency|N/A|x\n", ""))
     assert attempt(chain, fake, 4, NOW + 4)[0] == 75
     assert attempt(chain, fake, 5, NOW + 5)[0] == 75
@@ -204,9 +207,11 @@ def test_after_a_pause_the_checkpoints_are_looked_for_too(tmp_path, fake, back):
     attempt(chain, fake, 1, NOW + 2)
     assert main(["chain", "pause"]) == 0
     shutil.move(root, tmp_path / "elsewhere")
+    assert main(["chain", "resume"]) != 0
+    shutil.move(tmp_path / "elsewhere", root)
     assert main(["chain", "resume"]) == 0
-    if back:
-        shutil.move(tmp_path / "elsewhere", root)
+    if not back:
+        shutil.move(root, tmp_path / "elsewhere")
     attempt(chain, fake, 2, NOW + 3)
     assert chain.state.state == ("active" if back else "stopped")
 

@@ -62,16 +62,22 @@ def pause(chain: Chain, slurm: Slurm, now: float) -> ChainStatus:
     return look(chain, slurm)
 
 
-def resume(chain: Chain, slurm: Slurm, now: float) -> ChainStatus:
-    """Let a chain go on that was paused, or that stopped because of crashes or a limit."""
+def resume(chain: Chain, slurm: Slurm, now: float, *, start_over: bool = False) -> ChainStatus:
+    """Continue a chain that was paused, or that stopped because of crashes or a limit.
+
+    `start_over`: even if its checkpoints are gone, at step 0. Raises: ConfigError, SchedulerError.
+    """
     state = chain.state
     if state.state in ("finished", "cancelled"):
         raise ConfigError(f"the chain is {state.state} ({state.reason}): submit its script again")
+    if not start_over and (gone := lost(chain)) is not None:
+        raise ConfigError(
+            f"{gone}. Bring it back and resume again, or start over at step 0: ckptman chain resume --start-over"
+        )
     seen = look(chain, slurm)
-    if state.state != "active":
+    if state.state != "active" or start_over:
         forgiven = max((each.number for each in seen.attempts if each.number in seen.ends), default=0)
-        # Who resumes a chain that was stopped because its checkpoints are gone has it start over.
-        given_up = forgiven if state.state == "stopped" and lost(chain) else state.given_up
+        given_up = forgiven if start_over else state.given_up
         chain.turn("active", f"resumed by {_who()}", now, forgiven=forgiven, given_up=given_up)
     for _, job in seen.waiting:
         if "held" in job.reason.lower():  # by `pause`, or by Slurm after a launch that failed

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -208,7 +209,8 @@ def _submit(chain: Chain, slurm: Slurm, number: int, options: Sequence[str], now
     without = [f"--exclude={_excluded(spec, nodes)}"] if nodes else []
     job_id = slurm.submit(chain.batch_file, number, (*given, *without))
     record = JobRecord(number=number, job_id=job_id, time_seconds=now)
-    chain.put_job(record)
+    with suppress(OSError):  # it is in the queue all the same, and claims its number when it begins
+        chain.put_job(record)
     chain.events.record("submit", sync=True, job=number, job_id=job_id, options=[*options, *without])
     return record
 
