@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
@@ -218,9 +219,13 @@ class Supervisor:
             self._ending = True
             if self._spec.mode == "requeue" and self._chain.state.state == "active":
                 self._requeue()  # now: in a moment this process may be killed
-        steps = None if number in ENDING else lambda: self._slurm.signal_steps(self._job_id, signal.SIGTERM.name)
+        tell_tasks = partial(self._slurm.signal_steps, self._job_id, signal.SIGTERM.name)
         with self._refusal(f"{number.name} could not be handed on to the tasks: {{}}"):
-            self._say(f"{number.name}: {forward_stop(pid, number, steps)}")
+            self._say(f"{number.name}: {forward_stop(pid, number, None if number in ENDING else tell_tasks)}")
+            # As a rule, Slurm sends it to the tasks as well; not if it is meant for the batch script alone.
+            if number in ENDING and self._slurm.is_left_alone(self._job_id):
+                tell_tasks()
+                self._say(f"{number.name}: it was sent to the batch script alone, and is sent to the tasks, too")
 
     def _end(self, attempt: AttemptRecord, returncode: int) -> None:
         chain, now = self._chain, self._clock()

@@ -119,6 +119,7 @@ def forward_stop(script: int, number: signal.Signals, steps: Callable[[], None] 
         os.kill(script, number)
         return "handed on to the script, which catches it"
     told = []
+    has_steps = False
     if steps is not None:
         steps()
         told.append("SIGTERM to the tasks of srun")
@@ -130,6 +131,7 @@ def forward_stop(script: int, number: signal.Signals, steps: Callable[[], None] 
         process = left.pop()
         try:
             if process.name() in _LAUNCHERS_OF_STEPS:
+                has_steps = True
                 continue
             if handles(process.pid, signal.SIGTERM):
                 process.send_signal(signal.SIGTERM)
@@ -138,7 +140,11 @@ def forward_stop(script: int, number: signal.Signals, steps: Callable[[], None] 
                 left += process.children()
         except psutil.Error:
             continue
-    return ", ".join(told) or "Slurm has told the tasks"
+    if told:
+        return ", ".join(told)
+    if has_steps:
+        return "Slurm has sent it to the tasks of srun"
+    return "no process of this job handles SIGTERM: Slurm kills it in KillWait seconds, 30 as a rule"
 
 
 def _send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:

@@ -303,15 +303,18 @@ TELLS = f'{sys.executable} -S -c "{PYTHON}"; code=$?; echo told $code >> seen; e
 
 
 @pytest.mark.parametrize(
-    ("body", "sent", "seen", "steps"),
+    ("body", "sent", "seen", "steps", "job"),
     [
-        (CATCHES.format("TERM"), signal.SIGTERM, "caught TERM", False),
-        (CATCHES.format("USR2"), signal.SIGUSR2, "caught USR2", False),
-        (TELLS, signal.SIGTERM, "told 75", False),
-        (TELLS, signal.SIGUSR2, "told 75", True),
+        (CATCHES.format("TERM"), signal.SIGTERM, "caught TERM", False, "JobState=COMPLETING"),
+        (CATCHES.format("USR2"), signal.SIGUSR2, "caught USR2", False, ""),
+        (TELLS, signal.SIGTERM, "told 75", False, "JobState=COMPLETING"),
+        (TELLS, signal.SIGTERM, "told 75", False, "JobState=RUNNING PreemptTime=2026-11-29T23:00:00"),
+        (TELLS, signal.SIGTERM, "told 75", True, "JobState=RUNNING PreemptTime=None"),
+        (TELLS, signal.SIGUSR2, "told 75", True, ""),
     ],
 )
-def test_signals_reach_whoever_understands_them(tmp_path, fake, body, sent, seen, steps):
+def test_signals_reach_whoever_understands_them(tmp_path, fake, body, sent, seen, steps, job):
+    fake.plan("scontrol", (0, job, ""))
     chain = submitted(tmp_path, fake, body)
     environ = {**os.environ, "SLURM_JOB_ID": "101", "SLURM_JOB_NODELIST": "n1"}
     command = [sys.executable, "-m", "ckptman.scheduler.attempt", str(chain.folder), "1", str(tmp_path)]
@@ -382,7 +385,7 @@ def test_a_site_that_refuses_sbatch_on_its_nodes_has_the_job_requeued(tmp_path, 
 # ---- A node that lacks something ------------------------------------------------------------------------------------
 
 
-def run_batch_file(chain, fake, monkeypatch, **environ):
+def run_batch_file(fake, **environ):
     """Run what is submitted, as job 101 on node n7; nobody sleeps. Its exit code and output."""
     sleep = fake.folder / "sleep"
     if not sleep.exists():
@@ -397,36 +400,36 @@ def run_batch_file(chain, fake, monkeypatch, **environ):
 
 
 @pytest.mark.parametrize("lost", ["folder", "python"])
-def test_a_job_whose_node_lacks_the_chain_runs_elsewhere(tmp_path, fake, monkeypatch, lost):
+def test_a_job_whose_node_lacks_the_chain_runs_elsewhere(tmp_path, fake, lost):
     chain = submitted(tmp_path, fake, "exit 75", options=("--nodes=2",))
     text = chain.batch_file.read_text()
     (fake.folder / "slurm_script").write_text(text.replace(sys.executable, "/no/python") if lost == "python" else text)
     if lost == "folder":
         chain.folder.rename(tmp_path / "hidden")
     fake.plan("scontrol", (0, "JobId=101 ExcNodeList=n9 NodeList=n7\n", ""), (0, "", ""))
-    code, told = run_batch_file(chain, fake, monkeypatch)
+    code, told = run_batch_file(fake)
     assert code == 0
     assert "try 10 of 10" in told
     assert "this job was requeued, without n7" in told
     assert fake.argv("scontrol")[1:] == [["requeue", "101"], ["update", "JobId=101", "ExcNodeList=n9,n7"]]
     # Where a job may not be requeued, another one takes its place.
     fake.plan("scontrol", (0, "JobId=101 ExcNodeList=(null)\n", ""), (1, "", "Requested operation is disabled"))
-    code, told = run_batch_file(chain, fake, monkeypatch)
+    code, told = run_batch_file(fake)
     assert "another job was submitted, without n7" in told
     call = fake.calls[-1]
     assert call["argv"][-6:] == ["--open-mode=append", "--nodes=2", "--exclude=n7", *call["argv"][-3:]]
     assert call["argv"][-2:] == ["1", "101"]
     assert "SLURM_NTASKS" not in call["environ"]
-    assert run_batch_file(chain, fake, monkeypatch, SLURM_RESTART_COUNT="10")[0] == 1
+    assert run_batch_file(fake, SLURM_RESTART_COUNT="10")[0] == 1
 
 
-def test_a_mount_that_comes_late_costs_a_moment(tmp_path, fake, monkeypatch):
+def test_a_mount_that_comes_late_costs_a_moment(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75")
     (fake.folder / "slurm_script").write_text(chain.batch_file.read_text())
     (fake.folder / "sleep").write_text(f"#!/bin/bash\nmv {tmp_path}/hidden {chain.folder}\n")
     (fake.folder / "sleep").chmod(0o755)
     chain.folder.rename(tmp_path / "hidden")
-    code, told = run_batch_file(chain, fake, monkeypatch)
+    code, told = run_batch_file(fake)
     assert code == 75
     assert "try 1 of 10" in told
     assert chain.ends()[1].ending == "stopped"

@@ -240,6 +240,14 @@ class Slurm:
         """Send a signal to the tasks of a job, and not to its batch script."""
         self._ask("scancel", f"--signal={name}", job_id, fine="invalid job id")
 
+    def is_left_alone(self, job_id: str) -> bool:
+        """Return whether a job runs, and Slurm is not about to end it: then a signal to its batch script did not go to
+        its tasks. Asked once; False if nobody answers. Raises: SchedulerError (no Slurm)."""
+        answer = call(("scontrol", "show", "job", "--oneliner", job_id), self._environ, self._folder)
+        state = re.search(r"\bJobState=(\S+)", answer.out)
+        preempted = re.search(r"\bPreemptTime=(\S+)", answer.out)
+        return bool(state and state[1] == "RUNNING" and (preempted is None or preempted[1] in ("None", "(null)")))
+
     def hold(self, job_id: str) -> None:
         self._ask("scontrol", "uhold", job_id)  # the kind that the owner may end, whoever asks for it
 
