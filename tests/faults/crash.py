@@ -17,7 +17,7 @@ import ckptman
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
-from ckptman.format.paths import outcome_path, step_folder
+from ckptman.format.paths import outcome_path, parse_step, step_folder
 from ckptman.io.durable_files import DISK
 from ckptman.saving import finite_check
 from tests.faults.deaths import die_everywhere, impatient
@@ -260,7 +260,10 @@ def goes_on_as_a_run(tally, root, steps, versions, stay=(), spoilt=()):
 
 
 def _left(root):
-    for path in root.iterdir():
-        if path.name != ".ckptman":
-            yield path.name
+    names = {path.name for path in root.iterdir()} - {".ckptman"}
+    for name in names:
+        # Death between the two renames of a save over a step: the earlier save is still the one of that step.
+        parsed = parse_step(name)
+        stands_in = parsed is not None and parsed.kind == "old" and step_folder(parsed.step) not in names
+        yield step_folder(parsed.step) if stands_in else name
     yield from (path.name for path in root.glob(".ckptman/*.tmp-*"))
