@@ -67,7 +67,7 @@ from ckptman.session.run_health import RunHealth, thresholds_of
 from ckptman.session.run_health import Setting as HealthSetting
 from ckptman.session.run_health import finish as finish_health
 from ckptman.session.run_memory import RunMemory, age_on_disk, newest_on_disk
-from ckptman.session.run_session import RunSession
+from ckptman.session.run_session import RunSession, failed_start_reported
 from ckptman.session.step_consensus import Agreed, StepConsensus
 from ckptman.session.step_reporter import StepReporter
 from ckptman.session.timings import Timings, process_started
@@ -227,7 +227,8 @@ class Checkpointer:
             self._control.run_on_all(partial(check_plain_values, self._state))
         OpenRoot.take_over(self.root.absolute())
         self._backend = backend_for(self.root.absolute(), tiers, DISK)  # the process may go to another folder
-        with contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever stops this one
+        starting = failed_start_reported(self.root, self._control.is_leader)
+        with starting, contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever happens
             self._session = RunSession.open(self._control, self._backend, run_id, total_step_number(total_steps))
             undone.callback(self._session.release)
             self._listening = undone.enter_context(contextlib.ExitStack())

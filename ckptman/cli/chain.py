@@ -19,7 +19,7 @@ from ckptman.errors import CkptmanError, ConfigError
 
 if TYPE_CHECKING:
     from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord
-    from ckptman.scheduler.slurm.commands import Slurm
+    from ckptman.scheduler.slurm.commands import Job, Slurm
     from ckptman.scheduler.slurm.control import ChainStatus
 
 LINES_SHOWN = 20
@@ -97,14 +97,13 @@ def show_chain(
     as_json: AsJson = False,
 ) -> None:
     """Show the attempts of a chain, how each ended, and what is in the queue."""
-    from ckptman.scheduler.slurm.control import ChainStatus, look
-    from ckptman.scheduler.slurm.submission import slurm_of
+    from ckptman.scheduler.slurm.control import ChainStatus, glance
 
     chain = _find(name)
     if chain.spec.scheduler == "local":
         seen = ChainStatus(chain.state, chain.attempts(), chain.ends(), [])
     else:
-        seen = look(chain, slurm_of(chain.spec))
+        seen = glance(chain, os.environ)
     _show(chain, seen, as_json)
     if times and not as_json:
         _show_times(chain)
@@ -194,24 +193,49 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
     from ckptman.scheduler.local_record import is_gone
 
     now = time.time()
-    reason = console.plain(seen.state.reason) or "going on"
-    console.say(f"{console.plain(chain.folder.name)}: {_painted(seen.state.state)}, {reason}")
+    console.say(f"{console.plain(chain.folder.name)}: {_painted(seen.state.state)}, {_headline(chain, seen)}")
     if seen.attempts:
         headers = ("attempt", "job", "nodes", "began", "took", "step", "ending")
         rows = [_row(each, seen.ends.get(each.number), now) for each in seen.attempts]
         console.say(*console.table(headers, rows, "attempt began took step", drop=("nodes", "took", "job")))
     for _, job in seen.live:
-        why = f", {job.reason}" if job.waits and job.reason not in ("", "None") else ""
-        console.say(f"job {job.id}: {job.state.lower()}{console.plain(why)}")
+        console.say(f"job {job.id}: {job.state.lower()}{console.plain(_why_it_waits(job))}")
     if (spec := chain.spec).scheduler == "local":
         if is_gone(spec, seen.state):
             console.say(f"process {spec.pid}, which ran it, is gone: submit the command again to go on")
         elif seen.state.state == "active":
             console.say(f"process {spec.pid} on {console.plain(spec.host)} runs it")
-    elif seen.state.state == "active" and not seen.live:
-        console.say("nothing of it is in the queue: ckptman chain resume goes on with it")
+    elif not seen.is_known:
+        console.say("Slurm does not answer: what is in the queue is unknown")
     if seen.state.state == "stopped" and seen.attempts and seen.attempts[-1].log:
         _show_log(seen.attempts[-1])
+
+
+def _headline(chain: Chain, seen: ChainStatus) -> str:
+    """Return why a chain is in its state, or what an active one is doing."""
+    if seen.state.state != "active" or chain.spec.scheduler == "local":
+        return console.plain(seen.state.reason) or "running"
+    if not seen.is_known or seen.running:
+        return "running"
+    if seen.waiting:
+        return "waiting in the queue"
+    return "but none of its jobs is in the queue: ckptman chain resume continues it"
+
+
+def _why_it_waits(job: Job) -> str:
+    """Return why a job waits, and the command that helps; "" if there is nothing to say."""
+    if not job.waits or job.reason in ("", "None"):
+        return ""
+    if job.reason == "JobHeldAdmin":
+        return f", JobHeldAdmin: held by an administrator or by Slurm; scontrol release {job.id} lets it run"
+    if job.reason == "JobHeldUser":
+        return ", JobHeldUser: held; ckptman chain resume lets it run"
+    if job.reason == "BeginTime":
+        return (
+            f", BeginTime: a pause after a crash with no new checkpoint; scontrol update JobId={job.id} StartTime=now "
+            f"ends it"
+        )
+    return f", {job.reason}"
 
 
 def _row(attempt: AttemptRecord, end: EndRecord | None, now: float) -> tuple[str, ...]:

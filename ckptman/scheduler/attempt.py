@@ -49,6 +49,8 @@ LOOK_SECONDS = 1.0
 NEAR_SECONDS = 60.0
 """Slurm may send the signal of `--signal` so much earlier than it was asked to."""
 RETRY_SECONDS = 60.0
+BUSY_SECONDS = 300.0
+"""The pause before the next attempt if another run writes to the root."""
 ROOT_LOOKS, ROOT_SECONDS = 3, 20.0
 
 
@@ -233,6 +235,9 @@ class Supervisor:
         ending: Ending
         untold = outcome is None or outcome.state == "running"
         ending, reason = judge(returncode, outcome, self._who_asked(attempt) if untold else "")
+        is_busy = outcome is not None and outcome.state == "failed" and outcome.reason.startswith("BusyError")
+        if is_busy:
+            ending = "interrupted"
         down = self._nodes_that_failed() if ending in ("crashed", "interrupted") else {}
         if ending == "crashed" and down:
             ending, reason = "interrupted", f"node failure: {', '.join(down)}; {reason}"
@@ -254,6 +259,8 @@ class Supervisor:
             if not any(end.root for end in chain.ends().values()):
                 self._say(NO_ROOT)
             self._stop(decision.reason)
+        elif self._is_cancelled(attempt):
+            self._stop("its jobs were cancelled (scancel)")
         elif self._spec.mode == "requeue":
             if not self._ending:
                 self._requeue()
@@ -268,9 +275,10 @@ class Supervisor:
                     "as no successor can be submitted, this job is requeued: ckptman submit --requeue always does so"
                 )
                 self._requeue()
-            if decision.delay_seconds > 0 and following_job is not None:
+            delay_seconds = max(decision.delay_seconds, BUSY_SECONDS if is_busy else 0.0)
+            if delay_seconds > 0 and following_job is not None:
                 with self._refusal("the next attempt starts without a delay: {}"):
-                    self._slurm.update(following_job.job_id, StartTime=f"now+{decision.delay_seconds:.0f}")
+                    self._slurm.update(following_job.job_id, StartTime=f"now+{delay_seconds:.0f}")
             self._avoid_bad_nodes(self._job_number + 1)
 
     def _who_asked(self, attempt: AttemptRecord) -> str:
@@ -288,6 +296,20 @@ class Supervisor:
         if left < (spec.warned_seconds or 0) + NEAR_SECONDS and spec.warned_seconds is not None:
             return f"--signal warned it {spec.warned_seconds} s before the time limit"
         return "the time limit" if left <= 0 else ""
+
+    def _is_cancelled(self, attempt: AttemptRecord) -> bool:
+        """Return whether somebody has cancelled the next job, and then this one: the whole chain is meant."""
+        following_job = job_number_after(self._chain, self._job_number)
+        limit = self._spec.limit_seconds
+        near_limit = limit is not None and attempt.begun_seconds + limit - self._clock() < NEAR_SECONDS
+        if following_job is None or self._asked not in ENDING or near_limit:
+            return False
+        with self._refusal("{}. The state of the next job is unknown"):
+            known = self._slurm.jobs([following_job.job_id, self._job_id])
+            own, after = (known.get(each) for each in (self._job_id, following_job.job_id))
+            is_ended = own is not None and own.state in ("CANCELLED", "COMPLETING")
+            return is_ended and after is not None and after.state == "CANCELLED"
+        return False
 
     def _nodes_that_failed(self) -> dict[str, str]:
         """Return the nodes of this job that are down, and what Slurm knows of them."""

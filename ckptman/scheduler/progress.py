@@ -227,7 +227,10 @@ def _entries_below(folder: Path) -> Iterator[Path]:
                     if looked > MOST_ENTRIES:
                         return
                     if entry.name in _TRACKERS or _may_be_checkpoint(entry, is_top=each == folder):
-                        yield Path(entry.path)
+                        if entry.is_dir(follow_symlinks=False) and _holds_checkpoints(entry):
+                            below.append(Path(entry.path))  # of an epoch, or of one start
+                        else:
+                            yield Path(entry.path)
                     elif entry.is_dir(follow_symlinks=False) and not _UNFINISHED.fullmatch(entry.name):
                         below.append(Path(entry.path))
         level = below
@@ -239,6 +242,17 @@ def _may_be_checkpoint(entry: os.DirEntry[str], *, is_top: bool) -> bool:
     if entry.is_dir():
         return _FOLDER.fullmatch(entry.name) is not None or (is_top and entry.name.isdigit())
     return entry.name.lower().endswith(_SUFFIXES)
+
+
+def _holds_checkpoints(folder: os.DirEntry[str]) -> bool:
+    """Return whether a folder with the name of a checkpoint holds checkpoints, as `epoch_3/step_400.pt`."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for _, entry in zip(range(_MOST_FILES), entries):
+            if entry.name in _TRACKERS and entry.is_file():
+                return True
+            if any(each.search(entry.name) for each in _BY_KEYWORD) and _may_be_checkpoint(entry, is_top=False):
+                return True
+    return False
 
 
 def _is_checkpoint(folder: Path) -> bool:

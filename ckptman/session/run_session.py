@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,23 @@ from ckptman.saving.writer import SaveInfo
 from ckptman.session.drain_process import Drainer
 from ckptman.session.timings import process_started
 from ckptman.state.named_state import Snapshot, mesh_of
+
+
+@contextlib.contextmanager
+def failed_start_reported(root: Path, is_leader: bool) -> Iterator[None]:
+    """Tell the chain why a run could not begin: nothing else of it is on disk then."""
+    try:
+        yield
+    except Exception as error:
+        asked_for = os.environ.get(OUTCOME_ENV)
+        if asked_for and is_leader:
+            reason = f"{type(error).__name__}: {error}"
+            code = error.exit_code if isinstance(error, CkptmanError) else 1
+            with contextlib.suppress(OSError, ConfigError):
+                number, now = attempt_number(os.environ), time.time()
+                facts = str(root.absolute()), number, now, os.getpid(), socket.gethostname()
+                write_outcome(Path(asked_for), Outcome("failed", 0, reason, code, *facts))
+        raise
 
 
 @dataclass

@@ -62,3 +62,23 @@ def test_a_command_that_does_not_exist_is_refused(tmp_path, capsys):
     arguments = ["submit", "--scheduler", "local", "--chain-dir", str(tmp_path / "chain"), "--", "no-such-program-here"]
     assert main(arguments) == 8
     assert "cannot start 'no-such-program-here'" in capsys.readouterr().err
+
+
+def test_a_program_of_its_own_goes_on_as_long_as_it_saves(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = "mkdir -p ck; echo weights > ck/model_$CKPTMAN_ATTEMPT.pt; test $CKPTMAN_ATTEMPT = 4"
+    options = ["--scheduler", "local", "--crash-limit", "1", "--progress", "ck"]
+    assert main(["submit", *options, "--", "bash", "-c", line]) == 0
+    assert "attempt 4 finished" in capsys.readouterr().out
+    # The same once more: there is nothing new.
+    assert main(["submit", *options, "--", "bash", "-c", line]) == 8
+    assert "1 attempt crashed with no new checkpoint" in capsys.readouterr().err
+
+
+def test_done_says_what_finished_means(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = "test $CKPTMAN_ATTEMPT -lt 3 || touch all-done; exit 0"
+    assert main(["submit", "--scheduler", "local", "--done", "all-*", "--", "bash", "-c", line]) == 0
+    told = capsys.readouterr().out
+    assert "attempt 1 stopped: exit code 0; not finished, as --done all-* is not there" in told
+    assert "attempt 3 finished: exit code 0; --done all-* is there" in told

@@ -19,6 +19,7 @@ from ckptman.catalog.backends.local import LocalBackend
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.policies.save_policies import Decision
+from ckptman.runtime.outcome import read_outcome
 from ckptman.saving.retention_runner import RetentionRunner
 from ckptman.saving.writer import CheckpointWriter, Content
 from tests.dcp.test_values import save
@@ -502,3 +503,17 @@ def test_elements_below_a_byte_are_refused_with_what_to_do(tmp_path, name):
     tensor = torch.empty(8, dtype=torch.uint8).view(getattr(torch, name))
     with pytest.raises(ckptman.ConfigError, match=rf"t\.x is of torch\.{name}, .*view\(torch\.uint8\)"):
         ckptman.Checkpointer(tmp_path, {"t": {"x": tensor}}, deadline=None)
+
+
+def test_a_run_that_cannot_begin_tells_its_chain_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("CKPTMAN_OUTCOME", str(tmp_path / "outcome"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ckptman.RootError):
+        open_run(tmp_path / "file", App())
+    told = read_outcome(tmp_path / "outcome")
+    assert (told.state, told.step, told.root) == ("failed", 0, str(tmp_path / "file"))
+    assert told.reason.startswith("RootError: ")
+    with open_run(tmp_path / "root", App()) as first, pytest.raises(ckptman.BusyError):
+        first.restore()
+        open_run(tmp_path / "root", App())
+    assert read_outcome(tmp_path / "outcome").state == "finished"

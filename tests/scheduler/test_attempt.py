@@ -444,6 +444,15 @@ def test_the_job_in_place_of_another_takes_its_number(tmp_path, fake):
     assert chain.jobs()[0].job_id == "777"
 
 
+def test_a_busy_root_is_waited_for(tmp_path, fake):
+    busy = outcome("failed", str(tmp_path / "root"), reason="BusyError: another run writes to it")
+    chain = submitted(tmp_path, fake, busy + "\nexit 6", crash_limit=1)
+    attempt(chain, fake, 1)
+    assert (chain.ends()[1].ending, chain.state.state) == ("interrupted", "active")
+    assert ["update", "JobId=102", "StartTime=now+300"] in fake.argv("scontrol")
+    assert "BusyError: another run writes to it" in chain.ends()[1].reason
+
+
 # ---- Control --------------------------------------------------------------------------------------------------------
 
 
@@ -483,6 +492,59 @@ def test_cancel_takes_out_those_that_wait_before_those_that_run(tmp_path, fake):
         control.resume(chain, fake.client(), NOW)
     with pytest.raises(ConfigError, match="nothing to pause"):
         control.pause(chain, fake.client(), NOW)
+
+
+@pytest.mark.parametrize(
+    ("own", "after", "state"),
+    [
+        ("COMPLETING", "CANCELLED", "stopped"),
+        ("CANCELLED", "CANCELLED", "stopped"),
+        ("COMPLETING", "PENDING", "active"),  # this attempt alone
+        ("RUNNING", "CANCELLED", "active"),
+    ],
+)
+def test_who_cancels_all_jobs_of_a_chain_means_the_chain(tmp_path, fake, own, after, state):
+    fake.plan("squeue", (0, f"101|{own}|None||x\n102|{after}|None||x\n", ""))
+    chain = submitted(tmp_path, fake, "kill -TERM $PPID; sleep 1; exit 75")
+    _, told = attempt(chain, fake, 1)
+    assert chain.state.state == state
+    assert len(fake.argv("sbatch")) == (3 if (own, after) == ("RUNNING", "CANCELLED") else 2)
+    if state == "stopped":
+        assert "its jobs were cancelled (scancel). Remove the cause; ckptman chain resume goes on with it" in told[-1]
+
+
+def test_a_submission_that_was_killed_is_no_chain_that_goes_on(tmp_path, fake):
+    chain = submitted(tmp_path, fake, "exit 75")
+    for job in chain.folder.glob("job-*.json"):
+        job.unlink()
+    with pytest.raises(ExistsError):  # it may be on its way
+        prepare(Submission(script=tmp_path / "train.sbatch"), None, {}, NOW + 10)
+    assert prepare(Submission(script=tmp_path / "train.sbatch"), None, {}, NOW + 1000)
+
+
+@pytest.mark.parametrize(
+    ("queue", "told"),
+    [
+        ("101|RUNNING|None||x\n", "active, running\n"),
+        ("102|PENDING|Priority||x\n", "active, waiting in the queue\njob 102: pending, Priority\n"),
+        (
+            "102|PENDING|JobHeldAdmin||x\n",
+            "job 102: pending, JobHeldAdmin: held by an administrator or by Slurm; scontrol",
+        ),
+        ("102|PENDING|JobHeldUser||x\n", "JobHeldUser: held; ckptman chain resume lets it run"),
+        ("102|PENDING|BeginTime||x\n", "BeginTime: a pause after a crash"),
+        ("", "active, but none of its jobs is in the queue: ckptman chain resume continues it"),
+        (None, "Slurm does not answer: what is in the queue is unknown"),
+    ],
+)
+def test_one_line_says_how_a_chain_is(tmp_path, fake, capsys, queue, told):
+    chain = submitted(tmp_path, fake, "exit 75")
+    chain.put_job(JobRecord(number=2, job_id="102", time_seconds=NOW))
+    fake.plan("squeue", (1, "", "Unable to contact slurm controller") if queue is None else (0, queue, ""))
+    assert main(["chain", "show"]) == 0
+    shown = capsys.readouterr().out
+    assert told in shown
+    assert len(fake.argv("squeue")) == 1  # nobody waits for a controller that is away
 
 
 # ---- The command line -----------------------------------------------------------------------------------------------

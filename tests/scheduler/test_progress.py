@@ -60,6 +60,12 @@ LAYOUTS = {
     "torchtitan": lambda ck, step: write(ck / f"step-{step}/__0_0.distcp"),
     "lightning": lambda ck, step: write(ck / f"lightning_logs/version_{step}/checkpoints/epoch=0-step={step}.ckpt"),
     "files": lambda ck, step: write(ck / f"model_{step}.pt"),
+    "epochs": lambda ck, step: write(ck / f"epoch_{step // 1000}/step_{step}.pt"),
+    "deepspeed in huggingface": lambda ck, step: [
+        write(ck / f"checkpoint-{step}/global_step{step}/mp_rank_00_model_states.pt"),
+        write(ck / f"checkpoint-{step}/latest", f"global_step{step}"),
+        write(ck / f"checkpoint-{step}/rng_state_0.pth"),
+    ],
     "orbax": lambda ck, step: write(ck / f"{step}/state/manifest.ocdbt"),
 }
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptman.errors import ConfigError, NotFoundError
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, JobRecord, State, find_chains
 from ckptman.scheduler.history import lost
-from ckptman.scheduler.slurm.commands import Job, Slurm
+from ckptman.scheduler.slurm.commands import Job, Slurm, ask_queue
 from ckptman.scheduler.slurm.submission import avoid_nodes, submit_again, submit_next
 
 
 @dataclass(frozen=True)
 class ChainStatus:
-    """A chain as it is now: on disk, and in the queue (`live`: its jobs that wait or run, in order)."""
+    """A chain as it is now: on disk, and in the queue (`live`: its jobs that wait or run, in order; `is_known`: Slurm
+    has answered)."""
 
     state: State
     attempts: list[AttemptRecord]
     ends: dict[int, EndRecord]
     live: list[tuple[JobRecord, Job]]
+    is_known: bool = True
 
     @property
     def running(self) -> list[tuple[JobRecord, Job]]:
@@ -32,11 +35,19 @@ class ChainStatus:
 
 
 def look(chain: Chain, slurm: Slurm) -> ChainStatus:
-    """Raises: SchedulerError where Slurm cannot be asked."""
-    jobs = chain.jobs()
-    known = slurm.jobs([each.job_id for each in jobs])
+    """Return a chain as it is. Raises: SchedulerError if Slurm does not answer, for as long as it is asked."""
+    return _status(chain, slurm.jobs([each.job_id for each in chain.jobs()]))
+
+
+def glance(chain: Chain, environ: Mapping[str, str]) -> ChainStatus:
+    """Return a chain as it is, at once: Slurm is asked once."""
+    return _status(chain, ask_queue([each.job_id for each in chain.jobs()], environ))
+
+
+def _status(chain: Chain, queue: Mapping[str, Job] | None) -> ChainStatus:
+    jobs, known = chain.jobs(), queue or {}
     live = [(each, known[each.job_id]) for each in jobs if each.job_id in known and not known[each.job_id].over]
-    return ChainStatus(chain.state, chain.attempts(), chain.ends(), live)
+    return ChainStatus(chain.state, chain.attempts(), chain.ends(), live, queue is not None)
 
 
 def cancel(chain: Chain, slurm: Slurm, now: float) -> ChainStatus:

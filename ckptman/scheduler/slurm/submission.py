@@ -32,6 +32,8 @@ from ckptman.scheduler.slurm.commands import QueueFullError, Slurm, UnreachableE
 
 MOST_PLACES = 20
 """Of checkpoints, taken from the arguments of a script."""
+_SUBMITTED_SECONDS = 300.0
+"""A chain that has no job by then was not submitted: who did so was killed."""
 _EXITS_EARLY = re.compile(r"--exit-(?:duration-in-mins|interval|signal-handler)\b")
 """Megatron's."""
 
@@ -272,7 +274,8 @@ def _places_of_output(options: Mapping[str, str], workdir: Path) -> list[str]:
 def _refuse_twins(spec: Spec, others: Sequence[tuple[Chain, Spec]]) -> None:
     for other, theirs in others:
         same = (theirs.script, theirs.arguments, theirs.array_task) == (spec.script, spec.arguments, spec.array_task)
-        if same and other.state.state in ("active", "paused"):
+        is_submitted = bool(other.jobs()) or spec.created_seconds - theirs.created_seconds < _SUBMITTED_SECONDS
+        if same and is_submitted and other.state.state in ("active", "paused"):
             raise ExistsError(
                 f"a chain of this script goes on already: {other.folder} ({other.state.state}). See it with ckptman "
                 f"chain show, end it with ckptman chain cancel, or submit with --another where the two write to "
