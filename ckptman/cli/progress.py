@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ckptman.cli import console
+
+_AGAIN_SECONDS = 0.01
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -54,16 +58,29 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def ending_cleanly() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command with everything cleaned up, as Ctrl-C does."""
+    """SIGINT, SIGTERM and SIGHUP end the command with everything cleaned up."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        if _is_in_finalizer(frame):  # where Python drops what is raised
+            threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number)).start()
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            raise SystemExit(128 + number)
 
     with ExitStack() as undo:
-        for each in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(each) is signal.SIG_DFL:  # nohup has SIGHUP ignored
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(each) in (signal.SIG_DFL, signal.default_int_handler):  # nohup has SIGHUP ignored
                 undo.callback(signal.signal, each, signal.signal(each, leave))
         yield
+
+
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

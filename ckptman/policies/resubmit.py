@@ -57,7 +57,8 @@ def decide(
     `max_attempts` (None: no limit) bounds the chain in any case.
 
     If nobody knows whether an attempt left a checkpoint, it counts as one without if it ran for less than
-    `LONG_SECONDS`, and as one with a new checkpoint if it ran longer.
+    `LONG_SECONDS`, and as one with a new checkpoint if it ran longer; but after `stall_limit` of them in a row that
+    crashed the chain ends.
 
     After a crash without a new checkpoint the next attempt waits: a minute, and twice as long each time.
 
@@ -82,6 +83,9 @@ def decide(
         return Next(False, f"{row} crashed {_nothing_saved(crashed)}{_hint(crashed)}; {told}")
     if stall_limit is not None and len(in_vain) >= stall_limit:
         return Next(False, f"{len(in_vain)} attempts in a row ended {_nothing_saved(in_vain)}{_hint(in_vain)}; {told}")
+    unknown = list(takewhile(lambda each: each.outcome == "crashed" and each.has_saved is None, reversed(attempts)))
+    if stall_limit is not None and len(unknown) >= stall_limit:
+        return Next(False, f"{len(unknown)} attempts in a row crashed{_hint(unknown)}; {told}")
     if max_attempts is not None and last.number >= max_attempts:
         return Next(False, f"{told}; no more than {max_attempts} attempts were allowed")
     if not crashed or last.outcome != "crashed":

@@ -37,7 +37,7 @@ from ckptman.scheduler.history import (
     warned_too_late,
 )
 from ckptman.scheduler.lost_outcome import NO_ROOT
-from ckptman.scheduler.process_tree import forward_stop
+from ckptman.scheduler.process_tree import forward_stop, handles
 from ckptman.scheduler.signal_queue import ENDING, WARNING, SignalQueue, leave_it
 from ckptman.scheduler.slurm.commands import Slurm
 from ckptman.scheduler.slurm.submission import avoid_nodes, slurm_of, submit_next
@@ -48,7 +48,7 @@ TORCHRUN_SECONDS = 600
 LOOK_SECONDS = 1.0
 NEAR_SECONDS = 60.0
 """Slurm may send the signal of `--signal` so much earlier than it was asked to."""
-RETRY_SECONDS = 60.0
+RETRY_SECONDS = BEAT_SECONDS = 60.0
 BUSY_SECONDS = 300.0
 """The pause before the next attempt if another run writes to the root."""
 ROOT_LOOKS, ROOT_SECONDS = 3, 20.0
@@ -76,6 +76,7 @@ class Supervisor:
         self._job_id, self._replaces = environ["SLURM_JOB_ID"], replaces
         self._retry_at: float | None = None
         self._successor: JobRecord | None = None
+        self._has_submitted = False
         self._asked: signal.Signals | None = None
         self._ending = False
 
@@ -94,7 +95,7 @@ class Supervisor:
         own = owner = JobRecord(number=self._job_number, job_id=self._job_id, time_seconds=now)
         with self._unrecorded("that this job belongs to the chain"):
             owner = chain.claim(own)
-            if self._replaces and owner.job_id == self._replaces:
+            if owner.job_id in self._replaces.split(","):
                 owner = own
                 chain.put_job(own)
         if owner.job_id != self._job_id:
@@ -113,6 +114,11 @@ class Supervisor:
             self._leave(f"attempt {other.number} of this chain still runs, as job {other.job_id}")
             return None
         decision = following(chain, now)
+        last = max(chain.ends().values(), key=lambda end: end.number, default=None)
+        if last is not None and last.ending == "finished":  # it was killed before it could say so
+            self._turn("finished", decision.reason)
+            self._cancel_successor()
+            return None
         if why_not := self._look_for_the_root() if decision.again else decision.reason:
             self._stop(why_not)
             return None
@@ -152,7 +158,9 @@ class Supervisor:
     def _leave(self, why: str) -> None:
         """Leave the chain to the attempt that runs, which has its own successor follow."""
         self._say(f"{why}: this job leaves")
-        self._cancel_successor()
+        if self._has_submitted and self._successor is not None:
+            with self._refusal("{}. The job that was to follow finds that there is nothing to do, and leaves"):
+                self._slurm.cancel([self._successor.job_id])
 
     def _look_for_the_root(self) -> str | None:
         """Return why there must be no attempt; looked at again where a mount may only be late."""
@@ -172,8 +180,9 @@ class Supervisor:
             return
         try:
             if not self._is_in_queue(self._successor):
-                now = self._clock()
+                now, noted = self._clock(), job_number_after(self._chain, self._job_number)
                 self._successor = submit_next(self._chain, self._slurm, self._job_number, self._job_id, now)
+                self._has_submitted = noted is None or noted.job_id != self._successor.job_id
         except (SchedulerError, OSError) as error:
             self._say(f"there is no successor yet: {error}. While the script runs, this is tried every minute")
             self._chain.events.record("no successor", attempt=attempt, why=str(error))
@@ -191,14 +200,18 @@ class Supervisor:
     def _run_script(self, signals: SignalQueue, attempt: AttemptRecord) -> int:
         spec = self._spec
         # Once there is a checkpoint, or an attempt has ended well, nobody is told any more where to start.
-        ends = self._chain.ends().values()
-        has_begun = any(end.committed or end.sequence or end.ending in ("stopped", "finished") for end in ends)
+        given_up = self._chain.state.given_up
+        ends = [end for number, end in self._chain.ends().items() if number > given_up]
+        has_begun = any(
+            end.committed or end.sequence or end.newest or end.ending in ("stopped", "finished") for end in ends
+        )
         environ = {
             TORCHRUN_ENV: str(TORCHRUN_SECONDS),
             **self._environ,
             ATTEMPT_ENV: str(attempt.number),
             OUTCOME_ENV: str(self._chain.outcome_path(attempt.number)),
             CHAIN_ENV: str(self._chain.folder),
+            "PWD": self._workdir,
         }
         arguments = spec.arguments if has_begun else (*spec.arguments, *spec.first_arguments)
         command = [*spec.interpreter, str(self._chain.script), *arguments]
@@ -207,7 +220,12 @@ class Supervisor:
         except OSError as error:
             self._say(f"the script cannot be started ({' '.join(spec.interpreter)} in {self._workdir}): {error}")
             return 127
+        beat = time.monotonic()
         while child.poll() is None:
+            if time.monotonic() - beat >= BEAT_SECONDS:
+                beat = time.monotonic()
+                with suppress(OSError):
+                    self._chain.beat(attempt.number)
             for number in signals.wait(LOOK_SECONDS):
                 self._hand_on(number, child.pid)
             if self._retry_at is not None and self._clock() >= self._retry_at:
@@ -222,10 +240,11 @@ class Supervisor:
             if self._spec.mode == "requeue" and self._chain.state.state == "active":
                 self._requeue()  # now: in a moment this process may be killed
         tell_tasks = partial(self._slurm.signal_steps, self._job_id, signal.SIGTERM.name)
+        is_caught = handles(pid, number)
         with self._refusal(f"{number.name} could not be handed on to the tasks: {{}}"):
             self._say(f"{number.name}: {forward_stop(pid, number, None if number in ENDING else tell_tasks)}")
             # As a rule, Slurm sends it to the tasks as well; not if it is meant for the batch script alone.
-            if number in ENDING and self._slurm.is_left_alone(self._job_id):
+            if number in ENDING and not is_caught and self._slurm.is_left_alone(self._job_id):
                 tell_tasks()
                 self._say(f"{number.name}: it was sent to the batch script alone, and is sent to the tasks, too")
 
@@ -244,7 +263,8 @@ class Supervisor:
         elif untold:
             ending, reason = by_done(self._spec.done, self._workdir, self._environ, ending, reason)
         end = note_end(chain, attempt, self._slurm, outcome, ending, reason, now, returncode, down)
-        if end.number not in chain.ends():
+        is_recorded = end.number in chain.ends()
+        if not is_recorded:
             self._say(f"how this attempt ended cannot be recorded in {chain.folder}: see if there is room")
         if note := warned_too_late(chain):
             self._say(note)
@@ -255,6 +275,8 @@ class Supervisor:
         if ending == "finished":
             self._turn("finished", decision.reason)
             self._cancel_successor()
+        elif not is_recorded and ending == "crashed" and self._unrecorded_jobs() >= self._spec.crash_limit:
+            self._stop(f"{self._unrecorded_jobs()} jobs in a row ended without a record, the last by a crash: {reason}")
         elif not decision.again:
             if not any(end.root for end in chain.ends().values()):
                 self._say(NO_ROOT)
@@ -268,9 +290,10 @@ class Supervisor:
         else:
             self._ensure_successor(attempt.number)  # somebody may have cancelled it
             following_job = job_number_after(chain, self._job_number) or self._successor
-            if following_job is not None:
+            if self._retry_at is None and following_job is not None:
                 self._say(f"the chain goes on with job {following_job.job_id}")
             elif self._retry_at is not None:
+                following_job = None
                 self._say(
                     "as no successor can be submitted, this job is requeued: ckptman submit --requeue always does so"
                 )
@@ -281,11 +304,17 @@ class Supervisor:
                     self._slurm.update(following_job.job_id, StartTime=f"now+{delay_seconds:.0f}")
             self._avoid_bad_nodes(self._job_number + 1)
 
+    def _unrecorded_jobs(self) -> int:
+        """Return how many jobs in a row, this one included, have left no record of an end."""
+        job_of = {each.number: each.job for each in self._chain.attempts()}
+        recorded = [job_of[number] for number in self._chain.ends() if number in job_of]
+        return self._job_number - max(recorded, default=0)
+
     def _who_asked(self, attempt: AttemptRecord) -> str:
         """Return who asked this attempt to stop, in words; "" if nobody did."""
         with self._refusal("{}. The state of the job is unknown"):
             own = self._slurm.jobs([self._job_id]).get(self._job_id)
-            if own is not None and not own.runs and own.state not in ("COMPLETED", "COMPLETING"):
+            if own is not None and own.over and own.state != "COMPLETED":
                 return f"Slurm ended the job: {told_state(own)}"
         spec = self._spec
         left = math.inf

@@ -73,8 +73,8 @@ class Spec(Wish):
 
     `scheduler`: `slurm`, or `local`, where `host`, `pid` and `pid_started` (unix seconds) say which process runs it.
     `limit_seconds`, `warned_seconds`, `excluded`: what the user's own --time, --signal and --exclude say, as far as it
-    is understood; `has_signal`: whether there is a --signal. `places`: where the arguments of the script say that its
-    checkpoints go; `newest_before`: those that were there at the submission, there and under `progress`.
+    is understood; `has_signal`: whether there is a --signal. `places`: where the arguments of the script
+    say that its checkpoints go. `workdir`, `begins_in`: where it was submitted, and where its jobs run (--chdir).
     """
 
     format: int = FORMAT
@@ -90,9 +90,9 @@ class Spec(Wish):
     warned_seconds: int | None = None
     excluded: str = ""
     places: tuple[str, ...] = ()
-    newest_before: Mapping[str, Newest] = {}
     array_task: int | None = None
     workdir: str
+    begins_in: str = ""
     created_seconds: float
 
 
@@ -232,6 +232,21 @@ class Chain:
     def begin(self, attempt: AttemptRecord) -> AttemptRecord:
         """Note that an attempt begins; the one that has this number."""
         return self._make(f"attempt-{attempt.number:04d}.json", attempt)
+
+    def _attempt_path(self, number: int) -> Path:
+        return self.folder / f"attempt-{number:04d}.json"
+
+    def beat(self, number: int) -> None:
+        """Note that an attempt runs. Raises: OSError."""
+        os.utime(self._attempt_path(number))
+
+    def last_sign(self, attempt: AttemptRecord, now: float) -> float:
+        """Return when an attempt was last known to run, in unix seconds."""
+        try:
+            last = self._attempt_path(attempt.number).stat().st_mtime
+        except OSError:
+            last = attempt.begun_seconds
+        return max(attempt.begun_seconds, min(last, now))
 
     def ends(self) -> dict[int, EndRecord]:
         """Return how attempts ended, by their numbers, and in the order of these."""

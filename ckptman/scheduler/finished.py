@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import glob
 import os
+import shlex
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 from ckptman.policies.resubmit import Ending
 
@@ -28,14 +30,17 @@ def is_finished(done: str, workdir: str, environ: Mapping[str, str]) -> tuple[bo
 
     Args:
         done: a file or a glob pattern, relative to `workdir`, of which there is one when the run is finished; or a
-            command with arguments, which exits with 0 then.
+            command, which exits with 0 then: an executable file, or words.
     """
-    if not any(map(str.isspace, done)):
-        is_there = bool(glob.glob(os.path.join(workdir, os.path.expanduser(done)), recursive=True))  # noqa: PTH111, PTH207
+    path = Path(workdir, done)
+    is_program = os.access(path, os.X_OK) and not path.is_dir()
+    if not any(map(str.isspace, done)) and not is_program:
+        pattern = os.path.join(glob.escape(workdir), done)
+        is_there = bool(glob.glob(pattern, recursive=True))  # noqa: PTH207 of an absolute pattern
         return is_there, f"--done {done} is there" if is_there else f"not finished, as --done {done} is not there"
     try:
         ended = subprocess.run(
-            ["/bin/bash", "-c", done],
+            ["/bin/bash", "-c", shlex.quote(str(path)) if is_program else done],
             cwd=workdir,
             env=dict(environ),
             timeout=DONE_SECONDS,

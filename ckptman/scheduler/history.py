@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from ckptman.runtime.outcome import Outcome, read_outcome, reported_nodes
 from ckptman.scheduler.chain import gone_text, newest_sequence, spoilt_text
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, JobRecord
 from ckptman.scheduler.lost_outcome import find_outcome
-from ckptman.scheduler.progress import Left, find_left, later_of
+from ckptman.scheduler.progress import Left, Newest, find_left, later_of
 from ckptman.scheduler.slurm.accounting import ask_accounting
 from ckptman.scheduler.slurm.commands import Job, Slurm
 
@@ -83,15 +84,12 @@ def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> AttemptRe
             ending, reason = "interrupted", _why_requeued(attempt, slurm)
         elif job is None:
             why = "Slurm could not be asked" if known is None else "Slurm no longer knows the job"
-            ending, reason = (
-                "interrupted",
-                _why_killed(chain, attempt, now) or f"killed; the cause is unknown, as {why}",
-            )
+            ending, reason = _why_killed(chain, attempt) or ("interrupted", f"killed; the cause is unknown, as {why}")
         elif job.state in _FROM_OUTSIDE:
             ending, reason = "interrupted", told_state(job)
         else:
             ending, reason = "crashed", f"killed ({job.told})"
-        ended = _time(job.ends, now) if job is not None and job.over else now
+        ended = _time(job.ends, now) if job is not None and job.over else chain.last_sign(attempt, now)
         note_end(chain, attempt, slurm, outcome, ending, reason, ended)
     return None
 
@@ -104,21 +102,25 @@ def _why_requeued(attempt: AttemptRecord, slurm: Slurm) -> str:
     return "the job was requeued"
 
 
-def _why_killed(chain: Chain, attempt: AttemptRecord, now: float) -> str:
-    """Return who killed an attempt of a job that the queue no longer shows; "" if that is unknown."""
+def _why_killed(chain: Chain, attempt: AttemptRecord) -> tuple[Ending, str] | None:
+    """Return how and why an attempt ended whose job the queue no longer shows; None if that is unknown."""
     for started in ask_accounting([attempt.job_id])[0]:
-        if started.begun is not None and started.begun <= attempt.begun_seconds + 60.0:
-            state = started.reason.upper().split()[0] if started.reason else ""
+        if started.begun is not None and started.begun <= attempt.begun_seconds + 60.0 and started.reason:
+            state = started.reason.upper().split()[0]
             if state in _FROM_OUTSIDE:
-                return _FROM_OUTSIDE[state]
+                return "interrupted", _FROM_OUTSIDE[state]
+            if state in ("OUT_OF_MEMORY", "FAILED"):
+                return "crashed", f"killed ({state})"
+    limit = chain.spec.limit_seconds
+    last = chain.last_sign(attempt, math.inf) + _NEAR_SECONDS
+    if limit is not None and last >= attempt.begun_seconds + limit:
+        return "interrupted", "the time limit"
     with suppress(CkptmanError, OSError):
         events, _ = read_journal(chain.events.path)
         asked = [each for each in events if each["time"] >= attempt.begun_seconds and each.get("event") == "signal"]
         if asked:
-            limit = chain.spec.limit_seconds
-            near = limit is not None and asked[-1]["time"] >= attempt.begun_seconds + limit - _NEAR_SECONDS
-            return f"killed after {asked[-1].get('signal')} from Slurm" + (", at the time limit" if near else "")
-    return ""
+            return "interrupted", f"killed after {asked[-1].get('signal')} from Slurm"
+    return None
 
 
 def told_state(job: Job) -> str:
@@ -292,14 +294,15 @@ def _between(since: float | None, until: float | None) -> float | None:
 
 def _workdir_of(chain: Chain, attempt: AttemptRecord) -> Path:
     """Return where the script of an attempt runs: as a rule, and before that was recorded, where it was submitted."""
-    return Path(attempt.workdir or chain.spec.workdir)
+    return Path(os.path.realpath(attempt.workdir or chain.spec.workdir))  # whatever links lead there
 
 
 def _left_by(chain: Chain, attempt: AttemptRecord, root: str) -> tuple[int, Left]:
     """Return the newest commit sequence under the root of an attempt, and what the attempt left."""
-    spec, ends = chain.spec, chain.ends().values()
+    spec, ends = chain.spec, list(chain.ends().values())
     sequence, has_saved = _left_under(chain, root) if root else (0, None)
-    before = dict(spec.newest_before)
+    before: dict[str, Newest] = {}
+    ends = [end for end in ends if end.number > chain.state.given_up]
     for end in ends:
         before = later_of(before, end.newest)
     left = find_left(
@@ -308,6 +311,7 @@ def _left_by(chain: Chain, attempt: AttemptRecord, root: str) -> tuple[int, Left
         _workdir_of(chain, attempt),
         before,
         attempt.begun_seconds,
+        spec.created_seconds,
         is_known=bool(root) or any(end.committed for end in ends),
     )
     return sequence, replace(left, has_saved=True, note="") if has_saved else left

@@ -20,7 +20,7 @@ from ckptman.scheduler.chain import Say, gone_text, judge, newest_sequence, pati
 from ckptman.scheduler.finished import by_done
 from ckptman.scheduler.lost_outcome import NO_ROOT, find_outcome
 from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree, handles, ignores
-from ckptman.scheduler.progress import find_left, find_newest, guess_newest, later_of, named_by
+from ckptman.scheduler.progress import Newest, find_left, later_of, named_by
 from ckptman.scheduler.signal_queue import ENDING, SignalQueue
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _run_attempts(
     attempts: list[Attempt] = []
     workdir = Path.cwd()
     places = named_by("", command, os.environ)
-    newest = {**guess_newest(places, workdir), **find_newest(limits.progress, workdir)}
+    newest: dict[str, Newest] = {}
     root, sequence = "", 0
     with SignalQueue() as signals:
         scheduler = LocalScheduler(tell, signals)
@@ -127,7 +127,7 @@ def _run_attempts(
                 tell(f"{error}; counted as no progress")
             is_known = bool(root) or any(each.has_saved for each in attempts)
             at = () if root else places
-            left = find_left(limits.progress, at, workdir, newest, begun_seconds, is_known=is_known)
+            left = find_left(limits.progress, at, workdir, newest, begun_seconds, since_seconds, is_known=is_known)
             newest = later_of(newest, left.newest)
             has_saved = True if root and sequence != before else left.has_saved
             if ending != "finished" and left.note:

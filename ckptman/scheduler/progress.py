@@ -6,6 +6,7 @@ import glob
 import os
 import re
 import shlex
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,8 @@ MOST_ENTRIES = 50_000
 _MOST_SCHEMES = 100
 """In a record."""
 _DEPTH = 3
-_MOST_TRACKER_BYTES = 4096
+_MOST_TRACKER_BYTES, _SMALL_BYTES = 4096, 64
+"""The largest tracker file, and the largest one with a name of the user's."""
 _MOST_FILES = 2000
 """In one checkpoint, whose sizes are summed; a larger one is taken to be complete."""
 _COMPLETE = 0.9
@@ -30,14 +32,20 @@ _TRACKERS = frozenset(
 )
 _SUFFIXES = (
     *(".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors", ".npz", ".npy", ".h5", ".hdf5", ".pkl", ".pickle"),
-    *(".msgpack", ".distcp", ".params", ".pdparams", ".zip"),
+    *(".msgpack", ".distcp", ".params", ".pdparams", ".zip", ".keras"),
 )
-_KEYWORDS = ("global_?step", "step", "iter(?:ation)?", "it", "checkpoint", "ckpt", "epoch")
-_FOLDER = re.compile(rf"(?:.*[-_.])?(?:{'|'.join(_KEYWORDS)}|model|save)s?[-_=.]?\d+.*", re.IGNORECASE)
-_BY_KEYWORD = [re.compile(rf"(?:^|[^a-z]){each}[-_=.]?(\d+)", re.IGNORECASE) for each in _KEYWORDS]
-_ALONE = re.compile(r"(?:^|[-_=.])(\d+)(?=$|[-_=.])")
-"""A number of its own: not that of `gpt2`, `7b`, `rank0`."""
-_NOT_A_STEP = re.compile(r"\d+\.\d+|\d+-of-\d+|(?:rank|shard|part|version|seed|fold|node|gpu)[-_=]?\d+", re.IGNORECASE)
+_ORBAX = frozenset(("_CHECKPOINT_METADATA", "state", "default", "params", "items"))
+_KEYWORDS = "global_?step|step|iter(?:ation)?|it|checkpoint|ckpt|epoch|ep|ba"
+_COUNTED = re.compile(rf"(?:^|[^a-z])(?:{_KEYWORDS})[-_=.]?\d", re.IGNORECASE)
+"""In a name that says what its number counts."""
+_FOLDER = re.compile(rf"(?:.*[-_.])?(?:{_KEYWORDS}|model|save)s?[-_=.]?\d+.*", re.IGNORECASE)
+_NUMBER = re.compile(rf"(?:^|[-_=.]|(?<![a-z])(?:{_KEYWORDS})(?=\d))(\d{{1,18}})(?=$|[-_=.])", re.IGNORECASE)
+"""Not that of `gpt2`, `7b` or `resnet50`."""
+_NOT_A_STEP = re.compile(
+    r"\d+\.\d+|\d+-of-\d+|(?:rank|shard|part|version|seed|fold|node|gpu)[-_=]?\d+|20\d\d-?[01]\d-?[0-3]\d.*|1[5-9]\d{8}",
+    re.IGNORECASE,
+)
+"""A loss, a part of several, a date, seconds since 1970."""
 _UNFINISHED = re.compile(r"\..*|.*~|.*\.(?:tmp|temp|part|partial|lock|bak)|tmp[-_.].*|.*incomplete.*", re.IGNORECASE)
 
 _SAVES = re.compile(
@@ -56,23 +64,31 @@ _OTHER_FILES = re.compile(r".*\.(?:py|ya?ml|json|toml|txt|sh|log|csv|cfg|ini|sif
 class Newest:
     """The newest complete checkpoint among those of one naming scheme.
 
-    `step`: the number in its name, or in the tracker file; None if there is none. `time_seconds`: when it was changed
-    last (unix). `is_sure`: it is a checkpoint, and not just a file that may be written at each start.
+    `numbers`: those in its name, or in the tracker file, such as epoch and step; none if there are none.
+    `time_seconds`: when it was changed last (unix). `is_sure`: it is a checkpoint, and not just a file that may be
+    written at each start. `counts`: the numbers are those of a training run, and grow: not the 50 of `resnet_50`.
     """
 
     path: str
-    step: int | None
+    numbers: tuple[int, ...]
     size_bytes: int
     time_seconds: float
     is_sure: bool = True
+    counts: bool = True
+
+    @property
+    def step(self) -> int:
+        """The step in its name: the last number; 0 if there is none."""
+        return self.numbers[-1] if self.numbers else 0
 
     def is_after(self, before: Newest | None) -> bool:
         """Return whether this is another checkpoint than the one that was the newest before, and a later one."""
         if before is None:
             return True
-        if self.step is not None and before.step is not None:
-            return self.step > before.step
-        return self.time_seconds > before.time_seconds and self.size_bytes >= _COMPLETE * before.size_bytes
+        if self.numbers != before.numbers or self.counts:
+            return self.numbers > before.numbers
+        is_whole = self.size_bytes >= _COMPLETE * before.size_bytes
+        return self.path == before.path and self.time_seconds > before.time_seconds and is_whole
 
 
 @dataclass(frozen=True)
@@ -92,69 +108,90 @@ def find_left(
     workdir: Path,
     before: Mapping[str, Newest],
     begun_seconds: float,
+    since_seconds: float,
     *,
     is_known: bool,
 ) -> Left:
-    """Look for what an attempt left.
+    """Look for what an attempt left. Raises nothing: what cannot be read is not there.
 
     Args:
         progress: where the user says that checkpoints are.
-        places: where they may be, by the arguments of the program.
-        before: the newest checkpoints before the attempt, by naming scheme.
+        places: where they may be, by the arguments of the program; of no account if the user says it.
+        before: the newest checkpoints of earlier attempts, by naming scheme.
         begun_seconds: when the attempt began (unix).
+        since_seconds: when the chain began: what is older is of another run.
         is_known: whether the checkpoints of this program have been seen already. Otherwise it may save elsewhere.
     """
-    found = {**guess_newest(places, workdir), **find_newest(progress, workdir)}
+    found = find_newest(progress, workdir, since_seconds) if progress else guess_newest(places, workdir, since_seconds)
     recent = sorted(found, key=lambda scheme: found[scheme].time_seconds)[-_MOST_SCHEMES:]
     newest = {scheme: found[scheme] for scheme in recent}
-    new = {scheme: each for scheme, each in found.items() if each.is_after(before.get(scheme))}
+    new = {scheme: each for scheme, each in newest.items() if each.is_after(before.get(scheme))}
     if sure := latest({scheme: each for scheme, each in new.items() if each.is_sure}):
-        return Left(True, newest, sure.step or 0)
+        return Left(True, newest, sure.step)
     if new:
         return Left(None, newest)
     note = ""
-    written = latest({scheme: each for scheme, each in found.items() if each.time_seconds >= begun_seconds})
+    written = latest({scheme: each for scheme, each in newest.items() if each.time_seconds >= begun_seconds})
     if progress and not found:
-        note = f"nothing matches --progress {' '.join(progress)}"
-    elif written is not None and written.step is not None:
-        old = max((each.step or 0 for scheme, each in before.items() if scheme in found), default=0)
+        note = f"nothing new matches --progress {' '.join(progress)}"
+    elif written is not None and written.numbers:
+        old = max((each.numbers for scheme, each in before.items() if scheme in found), default=(0,))[-1]
         note = f"it saved step {written.step}, and step {old} was there already"
     return Left(False if is_known or progress else None, newest, note=note)
 
 
 def later_of(before: Mapping[str, Newest], found: Mapping[str, Newest]) -> dict[str, Newest]:
     """Return the newest checkpoint of each naming scheme, of those before and those found now."""
-    return {**before, **{scheme: each for scheme, each in found.items() if each.is_after(before.get(scheme))}}
+    later = dict(before)
+    for scheme, each in found.items():
+        known = before.get(scheme)
+        if each.is_after(known):
+            later[scheme] = each
+        elif known is not None and each.path == known.path:  # a second one of a smaller size is no accident
+            later[scheme] = replace(known, size_bytes=each.size_bytes)
+    return later
 
 
-def find_newest(places: Sequence[str], workdir: Path) -> dict[str, Newest]:
+def find_newest(places: Sequence[str], workdir: Path, since_seconds: float = 0.0) -> dict[str, Newest]:
     """Return the newest checkpoints in the places that a user names, by naming scheme. What cannot be read is left out.
 
     Args:
         places: folders, files and glob patterns, relative to `workdir`. In a folder every known layout is found; what a
             pattern matches are checkpoints or tracker files themselves.
+        since_seconds: only what was changed since then (unix).
     """
     found: dict[str, Newest] = {}
     for place in places:
-        path = workdir / Path(place).expanduser()
-        if glob.has_magic(str(path)) and not os.path.lexists(path):
-            entries = [Path(each) for _, each in zip(range(MOST_ENTRIES), _matching(str(path)))]
-            found |= _newest_of(entries, are_named=True)
-        elif path.is_dir() and not _is_checkpoint(path):
-            found |= _newest_of([*_entries_below(path)])
-        else:
-            found |= _newest_of([path], are_named=True)
+        with suppress(OSError, RuntimeError):  # of a user whom nobody knows
+            path = workdir / Path(place).expanduser()
+            if glob.has_magic(place) and not os.path.lexists(path):
+                pattern = os.path.join(glob.escape(str(workdir)), Path(place).expanduser())
+                entries = [(Path(each), ()) for _, each in zip(range(MOST_ENTRIES), _matching(pattern))]
+                found |= _newest_of(entries, since_seconds, are_named=True)
+            elif _is_folder(path) and not _is_checkpoint(path):
+                found |= _newest_of([*_entries_below(path)], since_seconds, are_named=True)
+            else:
+                found |= _newest_of([(path, ())], since_seconds, are_named=True)
     return found
 
 
-def guess_newest(places: Sequence[str], workdir: Path) -> dict[str, Newest]:
+def guess_newest(places: Sequence[str], workdir: Path, since_seconds: float = 0.0) -> dict[str, Newest]:
     """Return the newest checkpoints where they may be: known layouts in folders, and nothing else."""
-    folders = [path for place in places if (path := workdir / Path(place).expanduser()).is_dir()]
-    return {scheme: each for folder in folders for scheme, each in _newest_of([*_entries_below(folder)]).items()}
+    found: dict[str, Newest] = {}
+    for place in places:
+        with suppress(OSError, RuntimeError):
+            path = workdir / Path(place).expanduser()
+            if _is_folder(path):
+                found |= _newest_of([*_entries_below(path)], since_seconds)
+    return found
 
 
 def _matching(pattern: str) -> Iterator[str]:
     return glob.iglob(pattern, recursive=True)  # noqa: PTH207 of an absolute pattern
+
+
+def _is_folder(path: str | Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112 Path.is_dir() raises where it may not look
 
 
 def latest(found: Mapping[str, Newest]) -> Newest | None:
@@ -212,45 +249,55 @@ def _expanded(word: str, variables: Mapping[str, str]) -> str:
     return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: variables.get(found[1] or found[2], found[0]), word)
 
 
-def _entries_below(folder: Path) -> Iterator[Path]:
+_Entry = tuple[Path, tuple[int, ...]]
+"""What may be a checkpoint, and the numbers of the folders that hold it, such as an epoch."""
+
+
+def _entries_below(folder: Path) -> Iterator[_Entry]:
     """Yield what may be checkpoints or tracker files in a folder and some levels below it, nearest first."""
-    level, looked = [folder], 0
+    level: list[_Entry] = [(folder, ())]
+    looked = 0
     for _ in range(_DEPTH + 1):
-        below: list[Path] = []
-        for each in level:
-            if (each / DOT).is_dir():
-                yield each
+        below: list[_Entry] = []
+        for each, numbers in level:
+            if _is_folder(each / DOT):
+                yield each, ()
                 continue
             with suppress(OSError), os.scandir(each) as entries:
                 for entry in entries:
                     looked += 1
                     if looked > MOST_ENTRIES:
                         return
-                    if entry.name in _TRACKERS or _may_be_checkpoint(entry, is_top=each == folder):
-                        if entry.is_dir(follow_symlinks=False) and _holds_checkpoints(entry):
-                            below.append(Path(entry.path))  # of an epoch, or of one start
-                        else:
-                            yield Path(entry.path)
-                    elif entry.is_dir(follow_symlinks=False) and not _UNFINISHED.fullmatch(entry.name):
-                        below.append(Path(entry.path))
+                    path, is_folder = Path(entry.path), entry.is_dir(follow_symlinks=False)
+                    if is_folder and _UNFINISHED.fullmatch(entry.name):
+                        continue
+                    if is_folder and (not _is_named_as_one(entry, is_top=each == folder) or _holds_checkpoints(entry)):
+                        counted = numbers_of(entry.name) if _COUNTED.search(entry.name) else ()
+                        below.append((path, numbers + counted))
+                    elif is_folder or entry.name in _TRACKERS or _is_named_as_one(entry, is_top=False):
+                        yield path, numbers
         level = below
 
 
-def _may_be_checkpoint(entry: os.DirEntry[str], *, is_top: bool) -> bool:
+def _is_named_as_one(entry: os.DirEntry[str], *, is_top: bool) -> bool:
     if _UNFINISHED.fullmatch(entry.name):
         return False
     if entry.is_dir():
-        return _FOLDER.fullmatch(entry.name) is not None or (is_top and entry.name.isdigit())
-    return entry.name.lower().endswith(_SUFFIXES)
+        if is_top and entry.name.isdigit():
+            return any(os.path.lexists(os.path.join(entry.path, each)) for each in _ORBAX)
+        return _FOLDER.fullmatch(entry.name) is not None and bool(numbers_of(entry.name))
+    has_suffix = entry.name.lower().endswith(_SUFFIXES)
+    return has_suffix or ("." not in entry.name and _COUNTED.search(entry.name) is not None)
 
 
 def _holds_checkpoints(folder: os.DirEntry[str]) -> bool:
     """Return whether a folder with the name of a checkpoint holds checkpoints, as `epoch_3/step_400.pt`."""
+    says_what = _COUNTED.search(folder.name) is not None
     with suppress(OSError), os.scandir(folder) as entries:
         for _, entry in zip(range(_MOST_FILES), entries):
             if entry.name in _TRACKERS and entry.is_file():
                 return True
-            if any(each.search(entry.name) for each in _BY_KEYWORD) and _may_be_checkpoint(entry, is_top=False):
+            if (_COUNTED.search(entry.name) or not says_what) and _is_named_as_one(entry, is_top=False):
                 return True
     return False
 
@@ -260,46 +307,60 @@ def _is_checkpoint(folder: Path) -> bool:
     return _FOLDER.fullmatch(folder.name) is not None and not any(_entries_below(folder))
 
 
-def _newest_of(entries: Sequence[Path], *, are_named: bool = False) -> dict[str, Newest]:
+def _newest_of(entries: Sequence[_Entry], since_seconds: float, *, are_named: bool = False) -> dict[str, Newest]:
     """Return the newest complete one of each naming scheme. A tracker file wins over the names beside it."""
     schemes: dict[str, list[Newest]] = {}
     found: dict[str, Newest] = {}
     tracked: set[Path] = set()
-    for path in entries:
+    for path, above in entries:
         with suppress(OSError, CkptmanError):
-            if (path / DOT).is_dir():
-                found |= _newest_of_root(path)
+            if _is_folder(path / DOT):
+                found |= _newest_of_root(path, since_seconds)
                 continue
             status = path.stat()
-            scheme = re.sub(r"\d+", "#", str(path))  # a start may have a folder of its own, with a number or the date
-            is_tracker = path.name in _TRACKERS or (are_named and path.is_file() and status.st_size < 64)
-            step = _step_in_tracker(path) if is_tracker else step_of(path.name)
-            if is_tracker and step is not None:
+            if status.st_mtime < since_seconds:
+                continue
+            scheme = "/".join(("#",) * len(above) + (re.sub(r"\d+", "#", path.name),))
+            is_file = stat.S_ISREG(status.st_mode)
+            is_tracker = (path.name in _TRACKERS and (is_file or path.is_symlink())) or (
+                are_named and is_file and status.st_size < _SMALL_BYTES and not path.name.lower().endswith(_SUFFIXES)
+            )
+            numbers = _numbers_in_tracker(path) if is_tracker else (*above, *numbers_of(path.name))
+            if is_tracker and numbers:
                 tracked.add(path.parent)
-                tracker = Newest(str(path), step, 0, status.st_mtime)
+                tracker = Newest(str(path), numbers, 0, status.st_mtime)
                 if tracker.is_after(found.get(scheme)):
                     found[scheme] = tracker
             elif not is_tracker or are_named:
-                sure = are_named or step is not None
-                schemes.setdefault(scheme, []).append(Newest(str(path), step, -1, status.st_mtime, sure))
+                counts = bool(numbers) and _says_what_it_counts(path, above)
+                newest = Newest(str(path), numbers, -1, status.st_mtime, are_named or counts, counts)
+                schemes.setdefault(scheme, []).append(newest)
     for scheme, of_scheme in schemes.items():
         left = [each for each in of_scheme if Path(each.path).parent not in tracked]
-        if (newest := _newest_complete(left)) is not None:
-            found[scheme] = newest
+        if (complete := _newest_complete(left)) is not None:
+            found[scheme] = complete
     return found
 
 
-def _newest_of_root(root: Path) -> dict[str, Newest]:
+def _says_what_it_counts(path: Path, above: Sequence[int]) -> bool:
+    """Whether the numbers in a name are those of a training run, and not of a model, a process or a part."""
+    name = path.name
+    return bool(above) or any((_COUNTED.search(name), _FOLDER.fullmatch(name), name.partition(".")[0].isdigit()))
+
+
+def _newest_of_root(root: Path, since_seconds: float) -> dict[str, Newest]:
     from ckptman.catalog.catalog import Catalog
 
     entries = Catalog(root).complete()
     last = entries[-1] if entries else None
-    return {str(root): Newest(str(root), last.step, 0, last.time_seconds)} if last is not None else {}
+    if last is None or last.time_seconds < since_seconds:
+        return {}
+    return {str(root): Newest(str(root), (last.step,), 0, last.time_seconds)}
 
 
 def _newest_complete(found: Sequence[Newest]) -> Newest | None:
     """Return the newest one, unless it is much smaller than the one before: cut short, or still being written."""
-    ordered = sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.time_seconds))[-3:]
+    ordered = sorted(found, key=lambda each: (each.numbers, each.time_seconds))[-3:]
     sized = [replace(each, size_bytes=_bytes(Path(each.path))) for each in ordered]
     sized = [each for each in sized if each.size_bytes > 0]
     if len(sized) > 1 and sized[-1].size_bytes < _COMPLETE * sized[-2].size_bytes:
@@ -308,9 +369,11 @@ def _newest_complete(found: Sequence[Newest]) -> Newest | None:
 
 
 def _bytes(path: Path) -> int:
+    """Return how large a checkpoint is; 0 if it is gone by now."""
     total, looked = 0, 0
-    if not path.is_dir():
-        return path.stat().st_size
+    with suppress(OSError):
+        if not _is_folder(path):
+            return path.stat().st_size
     for folder, _, names in os.walk(path):
         for name in names:
             looked += 1
@@ -321,22 +384,16 @@ def _bytes(path: Path) -> int:
     return total
 
 
-def _step_in_tracker(path: Path) -> int | None:
+def _numbers_in_tracker(path: Path) -> tuple[int, ...]:
     if path.is_symlink():
-        return step_of(path.readlink().name)
-    if not path.is_file():
-        return None
+        return numbers_of(path.readlink().name)
     text = read_regular(path, _MOST_TRACKER_BYTES).decode("ascii", errors="replace").strip()
-    return step_of(text.splitlines()[0].rpartition("/")[2]) if text else None
+    return numbers_of(text.splitlines()[0].rpartition("/")[2]) if text else ()
 
 
-def step_of(name: str) -> int | None:
-    """Return the step in the name of a checkpoint, such as 400 of `epoch=3-step=400.ckpt`; None if it has none."""
+def numbers_of(name: str) -> tuple[int, ...]:
+    """Return the numbers in the name of a checkpoint, such as 3 and 400 of `epoch=3-step=400.ckpt`."""
     stem = name
     for suffix in _SUFFIXES:
         stem = stem.removesuffix(suffix)
-    for pattern in _BY_KEYWORD:
-        if (match := pattern.search(stem)) is not None:
-            return int(match[1][:18])
-    alone = _ALONE.findall(_NOT_A_STEP.sub("", stem))
-    return int(alone[-1][:18]) if alone else None
+    return tuple(map(int, _NUMBER.findall(_NOT_A_STEP.sub("", stem))))

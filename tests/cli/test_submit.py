@@ -70,9 +70,12 @@ def test_a_program_of_its_own_goes_on_as_long_as_it_saves(tmp_path, monkeypatch,
     options = ["--scheduler", "local", "--crash-limit", "1", "--progress", "ck"]
     assert main(["submit", *options, "--", "bash", "-c", line]) == 0
     assert "attempt 4 finished" in capsys.readouterr().out
-    # The same once more: there is nothing new.
+    # One that begins anew each time saves nothing new.
+    line = "echo weights > ck/model_1.pt; exit 1"
     assert main(["submit", *options, "--", "bash", "-c", line]) == 8
-    assert "1 attempt crashed with no new checkpoint" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "attempt 1 crashed: exit code 1\n" in told.out
+    assert "1 attempt crashed with no new checkpoint; attempt 2 crashed" in told.err
 
 
 def test_done_says_what_finished_means(tmp_path, monkeypatch, capsys):

@@ -57,6 +57,7 @@ def attempt(chain, fake, number, now=NOW, **environ):
 
 def begin_and_be_killed(chain, fake):
     assert supervisor(chain, fake)._begin() is not None
+    os.utime(chain.folder / "attempt-0001.json", (NOW, NOW))  # its last sign
 
 
 def outcome(state, root="", step=0, reason="it said so"):
@@ -385,7 +386,7 @@ def test_a_site_that_refuses_sbatch_on_its_nodes_has_the_job_requeued(tmp_path, 
 # ---- A node that lacks something ------------------------------------------------------------------------------------
 
 
-def run_batch_file(fake, **environ):
+def run_batch_file(fake, *replaces):
     """Run what is submitted, as job 101 on node n7; nobody sleeps. Its exit code and output."""
     sleep = fake.folder / "sleep"
     if not sleep.exists():
@@ -394,7 +395,7 @@ def run_batch_file(fake, **environ):
     job = {"SLURM_JOB_ID": "101", "SLURMD_NODENAME": "n7", "SLURM_JOB_NODELIST": "n7", "SLURM_NTASKS": "4"}
     batch = fake.folder / "slurm_script"  # as Slurm does, from a place of its own
     done = subprocess.run(
-        ["bash", batch, "1"], env={**os.environ, **fake.environ, **job, **environ}, capture_output=True, text=True
+        ["bash", batch, "1", *replaces], env={**os.environ, **fake.environ, **job}, capture_output=True, text=True
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -406,21 +407,28 @@ def test_a_job_whose_node_lacks_the_chain_runs_elsewhere(tmp_path, fake, lost):
     (fake.folder / "slurm_script").write_text(text.replace(sys.executable, "/no/python") if lost == "python" else text)
     if lost == "folder":
         chain.folder.rename(tmp_path / "hidden")
-    fake.plan("scontrol", (0, "JobId=101 ExcNodeList=n9 NodeList=n7\n", ""), (0, "", ""))
+    fake.plan("scontrol", (0, "JobId=101 ExcNodeList=n9 NodeList=n7 Comment=ckptman-moved-3\n", ""), (0, "", ""))
+    moved = "Comment=ckptman-moved-4"
     code, told = run_batch_file(fake)
     assert code == 0
     assert "try 10 of 10" in told
     assert "this job was requeued, without n7" in told
-    assert fake.argv("scontrol")[1:] == [["requeue", "101"], ["update", "JobId=101", "ExcNodeList=n9,n7"]]
+    assert fake.argv("scontrol")[1:] == [["requeue", "101"], ["update", "JobId=101", "ExcNodeList=n9,n7", moved]]
     # Where a job may not be requeued, another one takes its place.
     fake.plan("scontrol", (0, "JobId=101 ExcNodeList=(null)\n", ""), (1, "", "Requested operation is disabled"))
     code, told = run_batch_file(fake)
     assert "another job was submitted, without n7" in told
     call = fake.calls[-1]
-    assert call["argv"][-6:] == ["--open-mode=append", "--nodes=2", "--exclude=n7", *call["argv"][-3:]]
-    assert call["argv"][-2:] == ["1", "101"]
+    where = f"--chdir={tmp_path}"
+    added = [where, "--dependency=afterany:101", "--exclude=n7", str(fake.folder / "slurm_script"), "1", "101"]
+    assert call["argv"][1:] == ["--job-name=train.sbatch", "--open-mode=append", "--nodes=2", *added]
     assert "SLURM_NTASKS" not in call["environ"]
-    assert run_batch_file(fake, SLURM_RESTART_COUNT="10")[0] == 1
+    assert "declare -x" not in told  # nothing of the environment is printed
+    _, told = run_batch_file(fake, "90,91")  # it was itself in the place of others
+    assert fake.calls[-1]["argv"][-2:] == ["1", "90,91,101"]
+    code, told = run_batch_file(fake, ",".join(map(str, range(80, 90))))
+    assert code == 1
+    assert "10 nodes could not be used: ckptman chain resume continues the chain" in told
 
 
 def test_a_mount_that_comes_late_costs_a_moment(tmp_path, fake):

@@ -8,7 +8,7 @@ import pytest
 
 from ckptman.scheduler import progress as progress_module
 from ckptman.scheduler.finished import is_finished
-from ckptman.scheduler.progress import find_left, find_newest, guess_newest, later_of, named_by, step_of
+from ckptman.scheduler.progress import find_left, find_newest, guess_newest, later_of, named_by, numbers_of
 from tests.helpers.checkpoints import commit
 from tests.scheduler.test_attempt import NOW, attempt, fake, submitted, supervisor
 
@@ -16,27 +16,35 @@ __all__ = ["fake"]
 
 
 @pytest.mark.parametrize(
-    ("name", "step"),
+    ("name", "numbers"),
     [
-        ("iter_0000100", 100),
-        ("global_step100", 100),
-        ("checkpoint-100", 100),
-        ("step-0000000100", 100),
-        ("epoch=3-step=400-v1.ckpt", 400),
-        ("checkpoint_epoch_5.pth", 5),
-        ("model_100.pt", 100),
-        ("0000100.pt", 100),
-        ("ckpt_12000_loss0.53.pt", 12000),
-        ("rank0_step_70.pt", 70),
-        ("last.ckpt", None),
-        ("llama-7b.pt", None),
-        ("gpt2.pt", None),
-        ("model-00001-of-00003.safetensors", None),
-        ("release", None),
+        ("iter_0000100", (100,)),
+        ("global_step100", (100,)),
+        ("checkpoint-100", (100,)),
+        ("step-0000000100", (100,)),
+        ("epoch=3-step=400-v1.ckpt", (3, 400)),
+        ("epoch=3-val_loss=0.53.ckpt", (3,)),
+        ("checkpoint_epoch_5.pth", (5,)),
+        ("checkpoint_1_1000.pt", (1, 1000)),
+        ("epoch_2_iter_100.pth", (2, 100)),
+        ("ep0-ba100-rank0.pt", (0, 100)),
+        ("model_100.pt", (100,)),
+        ("0000100.pt", (100,)),
+        ("ckpt_12000_loss0.53.pt", (12000,)),
+        ("rank0_step_70.pt", (70,)),
+        ("checkpoint_100", (100,)),
+        ("last.ckpt", ()),
+        ("llama-7b.pt", ()),
+        ("gpt2.pt", ()),
+        ("resnet50.pth", ()),
+        ("model-00001-of-00003.safetensors", ()),
+        ("checkpoint-2026-11-21-14.pt", ()),
+        ("src_1795991082.zip", ()),
+        ("release", ()),
     ],
 )
-def test_the_step_in_a_name(name, step):
-    assert step_of(name) == step
+def test_the_numbers_in_a_name(name, numbers):
+    assert numbers_of(name) == numbers
 
 
 def write(path, size=100, at=None):
@@ -67,16 +75,22 @@ LAYOUTS = {
         write(ck / f"checkpoint-{step}/rng_state_0.pth"),
     ],
     "orbax": lambda ck, step: write(ck / f"{step}/state/manifest.ocdbt"),
+    "fairseq": lambda ck, step: write(ck / f"checkpoint_{step // 1000}_{step}.pt"),
+    "a start, a folder": lambda ck, step: write(ck / f"2026{step:04}/checkpoint-{step}/model.pt"),
+    "keras": lambda ck, step: write(ck / f"checkpoint/{step:04}.keras"),
+    "flax": lambda ck, step: write(ck / f"checkpoint_{step}"),
 }
 
 
+@pytest.mark.parametrize("progress", [True, False], ids=["named", "guessed"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_known_layouts_are_found(tmp_path, layout):
+def test_known_layouts_are_found(tmp_path, layout, progress):
+    where = (["ck"], ()) if progress else ((), ["ck"])
     before = guess_newest(["ck"], tmp_path)
     assert before == {}
     for step, expected in ((100, True), (200, True), (200, False), (150, False), (1000, True)):
         LAYOUTS[layout](tmp_path / "ck", step)
-        left = find_left((), ["ck"], tmp_path, before, 0.0, is_known=True)
+        left = find_left(*where, tmp_path, before, 0.0, 0.0, is_known=True)
         if layout in ("megatron", "deepspeed") and step == 150:  # says itself where it goes on
             expected = False
         assert (left.has_saved, left.step) == (expected, step if expected else 0), (layout, step)
@@ -100,11 +114,68 @@ def test_a_file_that_is_saved_over_counts_by_its_time_where_the_user_names_it(tm
     before = find_newest(["out/last.ckpt"], tmp_path)
     for size, at, has_saved in ((1000, 100.0, False), (1000, 200.0, True), (300, 300.0, False)):
         write(tmp_path / "out/last.ckpt", size, at)
-        left = find_left(["out/last.ckpt"], (), tmp_path, before, 0.0, is_known=True)
+        left = find_left(["out/last.ckpt"], (), tmp_path, before, 0.0, 0.0, is_known=True)
         assert left.has_saved is has_saved
         before = later_of(before, left.newest)
     # One that is only met may be written at each start: nobody knows.
-    assert find_left((), ["out"], tmp_path, {}, 0.0, is_known=True).has_saved is None
+    assert find_left((), ["out"], tmp_path, {}, 0.0, 0.0, is_known=True).has_saved is None
+
+
+def test_files_that_are_no_checkpoints_are_no_progress(tmp_path):
+    before = {}
+    for start in range(4):
+        write(tmp_path / f"out/{4711 + start}/log.txt")
+        write(tmp_path / f"out/src_{1_795_991_082 + start}.zip")
+        write(tmp_path / f"out/loader_{300 + start}.pkl")
+        write(tmp_path / "out/cache.npy", 100, at=1000.0 + start)
+        write(tmp_path / f"out/run-{start}x/checkpoints/epoch=0-step=400.ckpt", 100, at=1000.0 + start)
+        left = find_left((), ["out"], tmp_path, before, 0.0, 0.0, is_known=True)
+        assert left.has_saved is (True if start == 0 else None)
+        before = later_of(before, left.newest)
+    # Where the user says where it saves, nothing else counts.
+    write(tmp_path / "ck/step_1.pt")
+    assert (
+        find_left(["ck"], ["out"], tmp_path, find_newest(["ck"], tmp_path), 0.0, 0.0, is_known=True).has_saved is False
+    )
+
+
+def test_a_model_with_a_number_in_its_name_is_saved_over(tmp_path):
+    before = {}
+    for place in ("ck/resnet_50.pth", "ck", "ck/*.pth"):
+        for at in (100.0, 200.0, 300.0):
+            write(tmp_path / "ck/resnet_50.pth", 100, at)
+            left = find_left([place], (), tmp_path, before, 0.0, 0.0, is_known=True)
+            assert left.has_saved is True, (place, at)
+            before = later_of(before, left.newest)
+        before = {}
+
+
+def test_sizes_that_stay_smaller_are_no_accident(tmp_path):
+    before, found = {}, []
+    for at, size in enumerate((1000, 850, 850, 860), 100):
+        write(tmp_path / "last.pt", size, at)
+        left = find_left(["last.pt"], (), tmp_path, before, 0.0, 0.0, is_known=True)
+        found.append(left.has_saved)
+        before = later_of(before, left.newest)
+    assert found == [True, False, True, True]
+
+
+def test_what_is_older_than_the_chain_is_of_another_run(tmp_path):
+    write(tmp_path / "ck/version_0/step=9000.ckpt", at=100.0)
+    write(tmp_path / "ck/version_1/step=400.ckpt", at=300.0)
+    assert find_left((), ["ck"], tmp_path, {}, 250.0, 200.0, is_known=False).step == 400
+
+
+def test_what_may_not_be_looked_at_is_not_there(tmp_path, monkeypatch):
+    def denied(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    write(tmp_path / "out/checkpoint-5/model.pt")
+    assert find_newest(["out", "a" * 300, "~nobody-at-all/x"], tmp_path)
+    monkeypatch.setattr(os, "scandir", denied)
+    assert find_newest(["out"], tmp_path) == guess_newest(["out"], tmp_path) == {}
+    monkeypatch.setattr(os, "stat", denied)
+    assert find_newest(["out", "out/*"], tmp_path) == guess_newest(["out"], tmp_path) == {}
 
 
 def test_a_root_of_ckptman_speaks_for_itself(tmp_path):
@@ -119,7 +190,7 @@ def test_rubbish_in_a_tracker_file(tmp_path, text):
     write(tmp_path / "latest", text)
     write(tmp_path / "checkpoint-7/model.pt")
     found = find_newest(["."], tmp_path)
-    assert {each.step for each in found.values()} & {7, int("9" * 18)}
+    assert {each.step for each in found.values()} & {7, 0, int("9" * 18)}
 
 
 def test_trees_that_cannot_be_read_or_are_huge_end_the_search(tmp_path, monkeypatch):
@@ -276,4 +347,4 @@ def test_long_attempts_of_which_nothing_is_known_are_no_crash_loop(tmp_path, fak
 def test_a_pattern_that_matches_nothing_is_said(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 1", progress=("nowhere/*.pt",))
     attempt(chain, fake, 1)
-    assert chain.ends()[1].reason == "exit code 1; nothing matches --progress nowhere/*.pt"
+    assert chain.ends()[1].reason == "exit code 1; nothing new matches --progress nowhere/*.pt"

@@ -86,9 +86,9 @@ def test_options_in_all_their_spellings():
 
 def test_the_batch_file_holds_the_directives_and_quotes_what_it_names():
     script = parse("#!/bin/bash\n#SBATCH --time=5\necho\n", "s")
-    lines = batch_file(script, "s", "/opt/a python", "/a/$(touch x)/'chain'").splitlines()
+    lines = batch_file(script, "s", "/opt/a python", Path("/a/$(touch x)/'chain'"), Path("/a b")).splitlines()
     assert lines[:2] == ["#!/bin/bash", "#SBATCH --time=5"]
-    assert "workdir=$PWD chain='/a/$(touch x)/'\"'\"'chain'\"'\"'' python='/opt/a python'" in lines
+    assert "workdir='/a b' chain='/a/$(touch x)/'\"'\"'chain'\"'\"'' python='/opt/a python'" in lines
 
 
 @pytest.mark.parametrize("out", ["17\n", "17;cluster\n", "a word of the site\n17\n"])

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -92,35 +93,40 @@ def _refused_by_sbatch(text: str) -> str:
 _BATCH = """
 # Written by ckptman submit, from {name}: one attempt of a chain. The script itself is beside this file.
 trap '' HUP INT TERM USR1 USR2  # until Python can take them: the successor has to be in the queue first
-workdir=$PWD chain={folder} python={python}
+workdir={workdir} chain={folder} python={python}
 
 # Python starts outside the working directory, where a random.py beside the training script would be imported.
 for try in {{1..{tries}}}; do
-    if cd "$chain" && "$python" -c "import ckptman.scheduler.attempt"; then
+    if cd "$workdir" && cd "$chain" && "$python" -c "import ckptman.scheduler.attempt"; then
         exec "$python" -m ckptman.scheduler.attempt . "$1" "$workdir" ${{2:+"$2"}}
     fi
     node=${{SLURMD_NODENAME:-$(hostname)}}
-    echo "ckptman: $chain or $python cannot be used on $node: try $try of {tries}, {pause} s apart"
+    echo "ckptman: $workdir, $chain or $python cannot be used on $node: try $try of {tries}, {pause} s apart"
     sleep {pause}
 done
 
 # Elsewhere, then: this job again, or another one in its place.
-excluded=$(scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\\([^ ]*\\).*/\\1/p')
+job=$(scontrol show job --oneliner "$SLURM_JOB_ID")
+excluded=$(sed -n 's/.* ExcNodeList=\\([^ ]*\\).*/\\1/p' <<< "$job")
+moved=$(sed -n 's/.* Comment=ckptman-moved-\\([0-9]*\\).*/\\1/p' <<< "$job")
 case $excluded in "" | "(null)") excluded=$node ;; *) excluded=$excluded,$node ;; esac
-if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {tries} ]; then
-    echo "ckptman: this job was requeued {tries} times: ckptman chain resume continues the chain"
+moved=$((${{moved:-0}} + 1)) replaced=${{2:+$2,}}$SLURM_JOB_ID
+if [ "$moved" -gt {tries} ] || [ "$(tr -cd , <<< "$replaced" | wc -c)" -ge {tries} ]; then
+    echo "ckptman: {tries} nodes could not be used: ckptman chain resume continues the chain"
     exit 1
 fi
 if scontrol requeue "$SLURM_JOB_ID"; then
-    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$excluded"
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$excluded" Comment="ckptman-moved-$moved"
     echo "ckptman: this job was requeued, without $node"
     exit 0
 fi
 cd "$workdir" || exit 1
 mine=$SLURM_JOB_ID conf=${{SLURM_CONF:-}}
 unset ${{!SLURM_@}} ${{!SBATCH_@}}
-export {variables}${{conf:+SLURM_CONF="$conf"}}
-sbatch {options} --exclude="$excluded" "$0" "$1" "$mine" && echo "ckptman: another job was submitted, without $node"
+export CKPTMAN_MOVED=1 {variables}${{conf:+SLURM_CONF="$conf"}}
+if sbatch {options} --chdir="$workdir" --dependency="afterany:$mine" --exclude="$excluded" "$0" "$1" "$replaced"; then
+    echo "ckptman: another job was submitted, without $node"
+fi
 """
 TRIES, PAUSE_SECONDS = 10, 30
 """How often a node may lack the folder of the chain, or Python, as while a mount is late; and how often a job may be
@@ -131,7 +137,8 @@ def batch_file(
     script: BatchScript,
     name: str,
     python: str,
-    folder: str,
+    folder: Path,
+    workdir: Path,
     options: Sequence[str] = (),
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
@@ -141,7 +148,8 @@ def batch_file(
     """
     text = _BATCH.format(
         name=name,
-        folder=shlex.quote(folder),
+        folder=shlex.quote(str(folder)),
+        workdir=shlex.quote(str(workdir)),
         python=shlex.quote(python),
         tries=TRIES,
         pause=PAUSE_SECONDS,

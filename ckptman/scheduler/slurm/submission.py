@@ -15,8 +15,9 @@ from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerErr
 from ckptman.forecast.save_costs import SHORTEST_LIMIT_SECONDS, warning_seconds
 from ckptman.scheduler.chain import new_chain_dir
 from ckptman.scheduler.chain_record import Chain, JobRecord, Spec, Wish, find_chains
+from ckptman.scheduler.finished import is_finished
 from ckptman.scheduler.history import avoided, job_number_after, measured_save_seconds
-from ckptman.scheduler.progress import find_newest, guess_newest, named_by
+from ckptman.scheduler.progress import named_by
 from ckptman.scheduler.slurm.batch_script import (
     BatchScript,
     array_tasks,
@@ -86,7 +87,6 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
     workdir = Path.cwd()
     added += _places_of_output(options, workdir)
     signal = warned(options)
-    begins_in = workdir / (options.get("--chdir") or "")
     places = tuple(named_by(text, submission.arguments, environ))[:MOST_PLACES]
     wish = submission.model_copy(update={"options": (*added, *submission.options)})
     spec = Spec(
@@ -99,8 +99,8 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
         warned_seconds=signal.seconds if signal else None,
         excluded=options.get("--exclude", ""),
         places=places,
-        newest_before={**guess_newest(places, begins_in), **find_newest(submission.progress, begins_in)},
         workdir=str(workdir),
+        begins_in=str(workdir / (options.get("--chdir") or "")),
         created_seconds=now,
     )
     base = (folder or new_chain_dir(now)).resolve()
@@ -128,6 +128,8 @@ def _remarks_of(spec: Spec, text: str) -> Iterator[str]:
         yield f"checkpoints are looked for in {', '.join(spec.places)}; --progress names other places"
     if spec.first_arguments and not spec.places and not spec.progress:
         yield "--first is passed until there is a checkpoint: if ckptman does not save it, name it with --progress"
+    if spec.done and is_finished(spec.done, spec.begins_in, os.environ)[0]:
+        yield f"--done {spec.done} says that the run is finished already: the first attempt will be the last"
     if not spec.done and (found := _EXITS_EARLY.search(text)) is not None:
         yield f"exit code 0 means finished, and {found[0]} may exit with 0 earlier: say with --done what finished means"
 
@@ -140,7 +142,9 @@ def submit_chain(prepared: PreparedChain, slurm: Slurm, now: float) -> list[JobR
     """
     chain, spec, script = prepared.chain, prepared.spec, prepared.script
     source = Path(spec.script)
-    batch = batch_file(script, source.name, sys.executable, str(chain.folder), spec.options, spec.sbatch_variables)
+    options = (*spec.options, *_warning(spec, None))
+    folders = chain.folder, Path(spec.begins_in)
+    batch = batch_file(script, source.name, sys.executable, *folders, options, spec.sbatch_variables)
     Chain.create(chain.folder, spec, source.read_bytes(), batch)
     try:
         jobs = [_submit(chain, slurm, 1, (), now)]
