@@ -6,6 +6,7 @@ import pytest
 
 from ckptman.cli.app import main
 from ckptman.scheduler.chain_record import find_chains
+from ckptman.scheduler.slurm import batch_script
 from tests.helpers.counting_run import counting, there
 from tests.helpers.scenarios import SCENARIOS, SRUN, Scene, names, play, script, submit
 
@@ -109,3 +110,27 @@ def test_what_sbatch_refuses(lab, tmp_path, capsys):
     told = capsys.readouterr().err
     assert "invalid partition" in told
     assert "sbatch --parsable" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("may_requeue", [True, False])
+def test_a_node_without_the_folder_of_the_chain_is_left_out(lab, tmp_path, monkeypatch, may_requeue):
+    monkeypatch.setattr(batch_script, "TRIES", 2)
+    monkeypatch.setattr(batch_script, "PAUSE_SECONDS", 0.2)
+    options = ["--sbatch=--hold", *([] if may_requeue else ["--sbatch=--no-requeue"])]
+    chain = submit(script(tmp_path, "echo all done"), *options)
+    [job] = chain.jobs()
+    chain.folder.rename(tmp_path / "hidden")
+    lab.ask("scontrol", "release", job.job_id)
+    log = tmp_path / "log"
+    told = "requeued, without" if may_requeue else "another job was submitted, without"
+    lab.wait(lambda: log.exists() and told in log.read_text(), 60, "the job is moved")
+    (tmp_path / "hidden").rename(chain.folder)
+    lab.wait(lambda: "RUNNING" not in lab.queue().values(), 60, "the first try is over")
+    for waiting in lab.queue():
+        lab.ask("scontrol", "update", f"JobId={waiting}", "StartTime=now")
+        lab.ask("scontrol", "release", waiting)
+    lab.wait(lambda: chain.state.state == "finished", 60, "the chain is finished")
+    assert "all done" in log.read_text()
+    (attempt,) = chain.attempts()
+    assert attempt.nodes not in log.read_text().partition(told)[2].split()[0]

@@ -120,7 +120,6 @@ if scontrol requeue "$SLURM_JOB_ID"; then
     echo "ckptman: this job was requeued, without $node"
     exit 0
 fi
-cd "$workdir" || exit 1
 mine=$SLURM_JOB_ID conf=${{SLURM_CONF:-}}
 unset ${{!SLURM_@}} ${{!SBATCH_@}}
 export CKPTMAN_MOVED=1 {variables}${{conf:+SLURM_CONF="$conf"}}
