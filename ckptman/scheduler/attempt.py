@@ -167,7 +167,7 @@ class Supervisor:
         for _ in range(ROOT_LOOKS - 1):
             if (why := lost(self._chain)) is None:
                 return None
-            self._say(f"{why} Looked at again in {ROOT_SECONDS:.0f} s")
+            self._say(f"{why}. It is looked at again in {ROOT_SECONDS:.0f} s")
             self._sleep(ROOT_SECONDS)
         return lost(self._chain)
 

@@ -183,7 +183,7 @@ def test_a_root_that_was_deleted_ends_the_chain(tmp_path, fake, capsys):
     _, said = attempt(chain, fake, 2, NOW + 3)
     assert chain.state.state == "stopped"
     assert "holds none now: it was moved, deleted, or is not mounted" in chain.state.reason
-    assert len([each for each in said if "Looked at again in 20 s" in each]) == ROOT_LOOKS - 1
+    assert len([each for each in said if "It is looked at again in 20 s" in each]) == ROOT_LOOKS - 1
     assert len(chain.attempts()) == 1
     assert fake.argv("scancel") == [["103"]]
 
