@@ -27,7 +27,7 @@ _PICKLE = b"\x80"
 def may_be_replaced(folder: Path) -> bool:
     """Whether a folder is empty, a checkpoint of ckptman or of plain DCP, or holds only what is left of one.
 
-    Raises: OSError where it cannot be looked at.
+    Raises: OSError if it cannot be read.
     """
     if folder.is_symlink() or not folder.is_dir():
         return False
@@ -44,7 +44,7 @@ def may_be_replaced(folder: Path) -> bool:
 def strangers_in(folder: Path) -> list[str]:
     """The names in a folder of what ckptman does not write there; of a file that is not empty, its own.
 
-    Raises: OSError where it cannot be looked at.
+    Raises: OSError if it cannot be read.
     """
     if folder.is_symlink():
         return []  # as far as it is removed, it is only the link

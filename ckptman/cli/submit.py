@@ -49,7 +49,9 @@ Sbatch = Annotated[list[str] | None, option("--sbatch", "OPTION", "An option for
 First = Annotated[list[str] | None, option("--first", "ARGUMENT", "For the script until a checkpoint is there.")]
 Progress = Annotated[
     list[str] | None,
-    option("--progress", "PATH", "Where the checkpoints are, if ckptman does not save them: DIR, FILE or 'GLOB'."),
+    option(
+        "--progress", "PATH", "Checkpoints of a program that does not save with ckptman: a DIR, a FILE or a 'GLOB'."
+    ),
 ]
 Done = Annotated[
     str | None,

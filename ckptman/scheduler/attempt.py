@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
+from ckptman.errors import EXIT_OK, BusyError, CkptmanError, SchedulerError
 from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Ending
 from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV
@@ -254,7 +254,7 @@ class Supervisor:
         ending: Ending
         untold = outcome is None or outcome.state == "running"
         ending, reason = judge(returncode, outcome, self._who_asked(attempt) if untold else "")
-        is_busy = outcome is not None and outcome.state == "failed" and outcome.reason.startswith("BusyError")
+        is_busy = outcome is not None and (outcome.state, outcome.exit_code) == ("failed", BusyError.exit_code)
         if is_busy:
             ending = "interrupted"
         down = self._nodes_that_failed() if ending in ("crashed", "interrupted") else {}

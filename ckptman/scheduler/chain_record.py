@@ -135,10 +135,11 @@ class AttemptRecord(_Record):
 
 
 class EndRecord(_Record):
-    """How an attempt ended. `step`: what it completed. `sequence`: the newest commit sequence under `root` after it, 0
-    where there is none; `committed`: it is of this attempt.
+    """How an attempt ended. `step`: the last step it completed. `sequence`: the newest commit sequence under `root`
+    after it; 0 if there is none. `committed`: it left a new checkpoint; None if that is unknown.
 
-    `bad_nodes`: those of its nodes that had better not be used again, and why. `save_seconds`: what a save took.
+    `newest`: the newest checkpoints that the program saved in its own way, by naming scheme. `bad_nodes`: nodes to
+    avoid from now on, and why. `save_seconds`: the time of a save.
     """
 
     number: int

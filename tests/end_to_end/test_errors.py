@@ -513,7 +513,10 @@ def test_a_run_that_cannot_begin_tells_its_chain_why(tmp_path, monkeypatch):
     told = read_outcome(tmp_path / "outcome")
     assert (told.state, told.step, told.root) == ("failed", 0, str(tmp_path / "file"))
     assert told.reason.startswith("RootError: ")
-    with open_run(tmp_path / "root", App()) as first, pytest.raises(ckptman.BusyError):
+    with open_run(tmp_path / "root", App()) as first:
         first.restore()
-        open_run(tmp_path / "root", App())
+        with pytest.raises(ckptman.BusyError):
+            open_run(tmp_path / "root", App())
+        told = read_outcome(tmp_path / "outcome")
+        assert (told.state, told.exit_code) == ("failed", ckptman.BusyError.exit_code)
     assert read_outcome(tmp_path / "outcome").state == "finished"

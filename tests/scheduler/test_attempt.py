@@ -11,7 +11,7 @@ import time
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerError
+from ckptman.errors import BusyError, ConfigError, ExistsError, NotFoundError, SchedulerError
 from ckptman.io.durable_files import DISK
 from ckptman.scheduler.attempt import Supervisor
 from ckptman.scheduler.chain_record import Chain, JobRecord, Spec, find_chains
@@ -60,9 +60,9 @@ def begin_and_be_killed(chain, fake):
     os.utime(chain.folder / "attempt-0001.json", (NOW, NOW))  # its last sign
 
 
-def outcome(state, root="", step=0, reason="it said so"):
+def outcome(state, root="", step=0, reason="it said so", exit_code=0):
     """A line of a script that writes the outcome of its run."""
-    facts = {"state": state, "step": step, "reason": reason, "exit_code": 0, "root": root}
+    facts = {"state": state, "step": step, "reason": reason, "exit_code": exit_code, "root": root}
     facts |= {"attempt": 1, "time_seconds": 0.0, "pid": 1, "host": "n1"}
     return f"cat > \"$CKPTMAN_OUTCOME\" <<'END'\n{json.dumps(facts)}\nEND"
 
@@ -423,7 +423,7 @@ def test_a_job_whose_node_lacks_the_chain_runs_elsewhere(tmp_path, fake, lost):
     added = [where, "--dependency=afterany:101", "--exclude=n7", str(fake.folder / "slurm_script"), "1", "101"]
     assert call["argv"][1:] == ["--job-name=train.sbatch", "--open-mode=append", "--nodes=2", *added]
     assert "SLURM_NTASKS" not in call["environ"]
-    assert "declare -x" not in told  # nothing of the environment is printed
+    assert "PATH=" not in told  # nothing of the environment is printed
     _, told = run_batch_file(fake, "90,91")  # it was itself in the place of others
     assert fake.calls[-1]["argv"][-2:] == ["1", "90,91,101"]
     code, told = run_batch_file(fake, ",".join(map(str, range(80, 90))))
@@ -453,12 +453,13 @@ def test_the_job_in_place_of_another_takes_its_number(tmp_path, fake):
 
 
 def test_a_busy_root_is_waited_for(tmp_path, fake):
-    busy = outcome("failed", str(tmp_path / "root"), reason="BusyError: another run writes to it")
-    chain = submitted(tmp_path, fake, busy + "\nexit 6", crash_limit=1)
+    told = "BusyError: another run writes to it"
+    busy = outcome("failed", str(tmp_path / "root"), reason=told, exit_code=BusyError.exit_code)
+    chain = submitted(tmp_path, fake, busy + "\nexit 1", crash_limit=1)
     attempt(chain, fake, 1)
     assert (chain.ends()[1].ending, chain.state.state) == ("interrupted", "active")
     assert ["update", "JobId=102", "StartTime=now+300"] in fake.argv("scontrol")
-    assert "BusyError: another run writes to it" in chain.ends()[1].reason
+    assert told in chain.ends()[1].reason
 
 
 # ---- Control --------------------------------------------------------------------------------------------------------

@@ -122,8 +122,8 @@ if scontrol requeue "$SLURM_JOB_ID"; then
 fi
 mine=$SLURM_JOB_ID conf=${{SLURM_CONF:-}}
 unset ${{!SLURM_@}} ${{!SBATCH_@}}
-export CKPTMAN_MOVED=1 {variables}${{conf:+SLURM_CONF="$conf"}}
-if sbatch {options} --chdir="$workdir" --dependency="afterany:$mine" --exclude="$excluded" "$0" "$1" "$replaced"; then
+if env {variables}${{conf:+SLURM_CONF="$conf"}} sbatch {options} --chdir="$workdir" \\
+    --dependency="afterany:$mine" --exclude="$excluded" "$0" "$1" "$replaced"; then
     echo "ckptman: another job was submitted, without $node"
 fi
 """
