@@ -79,13 +79,12 @@ def decide(
     counted = [attempt for attempt in in_vain if attempt.outcome != "interrupted"]
     crashed = list(takewhile(lambda each: each.outcome == "crashed", counted))
     if len(crashed) >= crash_limit:
-        row = "1 attempt" if len(crashed) == 1 else f"{len(crashed)} attempts in a row"
-        return Next(False, f"{row} crashed {_nothing_saved(crashed)}{_hint(crashed)}; {told}")
+        return Next(False, f"{_row(crashed)} crashed {_nothing_saved(crashed)}{_hint(crashed)}; {told}")
     if stall_limit is not None and len(in_vain) >= stall_limit:
-        return Next(False, f"{len(in_vain)} attempts in a row ended {_nothing_saved(in_vain)}{_hint(in_vain)}; {told}")
+        return Next(False, f"{_row(in_vain)} ended {_nothing_saved(in_vain)}{_hint(in_vain)}; {told}")
     unknown = list(takewhile(lambda each: each.outcome == "crashed" and each.has_saved is None, reversed(attempts)))
     if stall_limit is not None and len(unknown) >= stall_limit:
-        return Next(False, f"{len(unknown)} attempts in a row crashed{_hint(unknown)}; {told}")
+        return Next(False, f"{_row(unknown)} crashed{_hint(unknown)}; {told}")
     if max_attempts is not None and last.number >= max_attempts:
         return Next(False, f"{told}; no more than {max_attempts} attempts were allowed")
     if not crashed or last.outcome != "crashed":
@@ -96,6 +95,10 @@ def decide(
 
 def _is_in_vain(attempt: Attempt) -> bool:
     return attempt.seconds < LONG_SECONDS if attempt.has_saved is None else not attempt.has_saved
+
+
+def _row(attempts: Sequence[Attempt]) -> str:
+    return "1 attempt" if len(attempts) == 1 else f"{len(attempts)} attempts in a row"
 
 
 def _nothing_saved(attempts: Sequence[Attempt]) -> str:

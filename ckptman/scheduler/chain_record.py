@@ -138,8 +138,9 @@ class EndRecord(_Record):
     """How an attempt ended. `step`: the last step it completed. `sequence`: the newest commit sequence under `root`
     after it; 0 if there is none. `committed`: it left a new checkpoint; None if that is unknown.
 
-    `newest`: the newest checkpoints that the program saved in its own way, by naming scheme. `bad_nodes`: nodes to
-    avoid from now on, and why. `save_seconds`: the time of a save.
+    `ended_seconds`: when the next attempt began, if nobody knows when this one ended; then `seen_seconds` is when it
+    was last known to run. `newest`: the newest checkpoints that the program saved in its own way, by naming scheme.
+    `bad_nodes`: nodes to avoid from now on, and why. `save_seconds`: the time of a save.
     """
 
     number: int
@@ -151,6 +152,7 @@ class EndRecord(_Record):
     sequence: int
     committed: bool | None = True
     ended_seconds: float
+    seen_seconds: float | None = None
     newest: Mapping[str, Newest] = {}
     bad_nodes: Mapping[str, str] = {}
     save_seconds: float | None = None

@@ -89,8 +89,10 @@ def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> AttemptRe
             ending, reason = "interrupted", told_state(job)
         else:
             ending, reason = "crashed", f"killed ({job.told})"
-        ended = _time(job.ends, now) if job is not None and job.over else chain.last_sign(attempt, now)
-        note_end(chain, attempt, slurm, outcome, ending, reason, ended)
+        is_known = job is not None and job.over
+        ended = _time(job.ends, now) if job is not None and is_known else now
+        seen = None if is_known else chain.last_sign(attempt, now)
+        note_end(chain, attempt, slurm, outcome, ending, reason, ended, seen_seconds=seen)
     return None
 
 
@@ -153,12 +155,13 @@ def note_end(
     now: float,
     returncode: int | None = None,
     down: Mapping[str, str] | None = None,
+    seen_seconds: float | None = None,
 ) -> EndRecord:
     """Note how an attempt ended, with what it left on disk and which of its nodes are bad. Where it cannot be written
     down, it is returned all the same.
 
     `returncode`: None if it is noted by a later attempt, because this one was killed. `down`: the nodes that Slurm says
-    are down, if it was asked.
+    are down, if it was asked. `seen_seconds`: when it was last known to run, if nobody knows when it ended.
     """
     root = outcome.root if outcome else root_of(chain)
     sequence, left = _left_by(chain, attempt, root)
@@ -177,6 +180,7 @@ def note_end(
         sequence=sequence,
         committed=left.has_saved,
         ended_seconds=now,
+        seen_seconds=seen_seconds,
         newest=left.newest,
         bad_nodes=_bad_nodes(chain, attempt, ending, slurm, down),
         save_seconds=save_seconds(root) if root else None,
@@ -195,7 +199,8 @@ def following(chain: Chain, now: float, last: EndRecord | None = None) -> Next:
     if last is not None:
         ends.setdefault(last.number, last)
     begun = {each.number: each.begun_seconds for each in chain.attempts()}
-    seconds = {n: max(0.0, end.ended_seconds - begun[n]) if n in begun else 0.0 for n, end in ends.items()}
+    until = {n: end.ended_seconds if end.seen_seconds is None else end.seen_seconds for n, end in ends.items()}
+    seconds = {n: max(0.0, until[n] - begun[n]) if n in begun else 0.0 for n in ends}
     attempts = [
         Attempt(number, end.ending, end.reason, end.committed, seconds[number])
         for number, end in ends.items()

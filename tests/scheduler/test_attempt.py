@@ -231,6 +231,16 @@ def test_how_an_attempt_ended_that_was_killed(tmp_path, fake, state, ending, rea
     assert chain.ends()[2].ending == "stopped"
 
 
+def test_hours_in_the_queue_do_not_make_an_attempt_long(tmp_path, fake):
+    chain = submitted(tmp_path, fake, "exit 75", stall_limit=1)
+    begin_and_be_killed(chain, fake)
+    fake.plan("squeue", (0, "", ""))
+    attempt(chain, fake, 2, NOW + 7200)
+    end = chain.ends()[1]
+    assert (end.ended_seconds, end.seen_seconds, end.committed) == (NOW + 7200, NOW, None)
+    assert "1 attempt ended within 10 min" in chain.state.reason
+
+
 def test_a_requeued_job_keeps_its_successor(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 75")
     begin_and_be_killed(chain, fake)
