@@ -1,10 +1,10 @@
-"""`ckptman chain list | show | logs | cancel | pause | resume`: chains of Slurm jobs, and of this machine."""
+"""`ckptman chain list | show | why | logs | cancel | pause | resume`: chains of Slurm jobs, and of this machine."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ckptman.scheduler.slurm.control import ChainStatus
 
 LINES_SHOWN = 20
+WIDTH = 100
+"""Columns of the attempts of a chain if the output does not go to a terminal."""
 MOST_COMMAND = 40
 """Characters of a script and its arguments in a list."""
 _COLOURS = {"finished": "green", "stopped": "red", "cancelled": "red", "paused": "yellow"}
@@ -59,6 +61,7 @@ def list_chains(
                     "scheduler": spec.scheduler,
                     "script": spec.script,
                     "attempts": len(attempts),
+                    "step": max((end.step for end in chain.ends().values()), default=0),
                     "jobs": [job.job_id for job in jobs],
                     **state.model_dump(exclude={"forgiven"}),
                 }
@@ -75,6 +78,7 @@ def list_chains(
             chain.folder.name,
             console.plain(" ".join((Path(spec.script).name, *spec.arguments)))[:MOST_COMMAND],
             str(len(attempts)),
+            _step(chain.ends()),
             console.age(now - spec.created_seconds),
             "local" if spec.scheduler == "local" else jobs[-1].job_id if jobs else "-",
             _painted("gone" if is_gone(spec, state) else state.state),
@@ -83,7 +87,10 @@ def list_chains(
     ]
     console.say(
         *console.table(
-            ("chain", "script", "attempts", "age", "last job", "state"), rows, "attempts age", drop=("last job", "age")
+            ("chain", "script", "attempts", "step", "age", "last job", "state"),
+            rows,
+            "attempts step age",
+            drop=("last job", "age"),
         )
     )
 
@@ -97,16 +104,25 @@ def show_chain(
     as_json: AsJson = False,
 ) -> None:
     """Show the attempts of a chain, how each ended, and what is in the queue."""
-    from ckptman.scheduler.slurm.control import ChainStatus, glance
-
     chain = _find(name)
-    if chain.spec.scheduler == "local":
-        seen = ChainStatus(chain.state, chain.attempts(), chain.ends(), [])
-    else:
-        seen = glance(chain, os.environ)
-    _show(chain, seen, as_json)
+    _show(chain, _seen(chain), as_json)
     if times and not as_json:
         _show_times(chain)
+
+
+@chain_app.command("why", cls=Verb)
+def explain_chain(
+    name: Name = None,
+    attempt: Annotated[
+        int | None, option("--attempt", "N", "Explain attempt N (default: the last that ended).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain why an attempt ended, with the evidence, the reaction of the chain and the next command."""
+    from ckptman.cli import chain_why
+
+    chain = _find(name)
+    chain_why.explain(chain, _seen(chain), attempt, as_json)
 
 
 @chain_app.command("logs", cls=Verb)
@@ -162,6 +178,14 @@ def _find(name: str | None) -> Chain:
     return named(name, Path.cwd())
 
 
+def _seen(chain: Chain) -> ChainStatus:
+    from ckptman.scheduler.slurm.control import ChainStatus, glance
+
+    if chain.spec.scheduler == "local":
+        return ChainStatus(chain.state, chain.attempts(), chain.ends(), [])
+    return glance(chain, os.environ)
+
+
 def _act(name: str | None, what: Callable[[Chain, Slurm, float], ChainStatus]) -> None:
     from ckptman.scheduler.slurm.submission import slurm_of
 
@@ -171,7 +195,7 @@ def _act(name: str | None, what: Callable[[Chain, Slurm, float], ChainStatus]) -
             f"{chain.folder} is not a chain of Slurm jobs: what runs it is process {spec.pid} on {spec.host}. "
             f"kill {spec.pid} there ends it when the attempt has saved; submitted again, it goes on"
         )
-    _show(chain, what(chain, slurm_of(spec), time.time()), False)
+    _show(chain, what(chain, slurm_of(spec, console.remark), time.time()), False)
 
 
 def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
@@ -193,13 +217,20 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
     from ckptman.scheduler.local_record import is_gone
 
     now = time.time()
-    console.say(f"{console.plain(chain.folder.name)}: {_painted(seen.state.state)}, {_headline(chain, seen)}")
+    console.say(f"{console.plain(chain.folder.name)}: {_painted(seen.state.state)}, {headline(chain, seen)}")
     if seen.attempts:
         headers = ("attempt", "job", "nodes", "began", "took", "step", "ending")
-        rows = [_row(each, seen.ends.get(each.number), now) for each in seen.attempts]
-        console.say(*console.table(headers, rows, "attempt began took step", drop=("nodes", "took", "job")))
+        running = {job.id for _, job in seen.running}
+        is_slurm = chain.spec.scheduler == "slurm" and seen.is_known
+        rows = [
+            _row(each, seen.ends.get(each.number), now, is_over=is_slurm and each.job_id not in running)
+            for each in seen.attempts
+        ]
+        width = console.terminal_width() or WIDTH
+        right, drop = "attempt began took step", ("nodes", "took", "job")
+        console.say(*console.table(headers, rows, right, drop=drop, width=width))
     for _, job in seen.live:
-        console.say(f"job {job.id}: {job.state.lower()}{console.plain(_why_it_waits(job))}")
+        console.say(f"job {job.id}: {job.state.lower()}{console.plain(why_it_waits(job))}")
     if (spec := chain.spec).scheduler == "local":
         if is_gone(spec, seen.state):
             console.say(f"process {spec.pid}, which ran it, is gone: submit the command again to go on")
@@ -211,7 +242,7 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
         _show_log(seen.attempts[-1])
 
 
-def _headline(chain: Chain, seen: ChainStatus) -> str:
+def headline(chain: Chain, seen: ChainStatus) -> str:
     """Return why a chain is in its state, or what an active one is doing."""
     if seen.state.state != "active" or chain.spec.scheduler == "local":
         return console.plain(seen.state.reason) or "running"
@@ -222,7 +253,7 @@ def _headline(chain: Chain, seen: ChainStatus) -> str:
     return "but none of its jobs is in the queue: ckptman chain resume continues it"
 
 
-def _why_it_waits(job: Job) -> str:
+def why_it_waits(job: Job) -> str:
     """Return why a job waits, and the command that helps; "" if there is nothing to say."""
     if not job.waits or job.reason in ("", "None"):
         return ""
@@ -238,9 +269,16 @@ def _why_it_waits(job: Job) -> str:
     return f", {job.reason}"
 
 
-def _row(attempt: AttemptRecord, end: EndRecord | None, now: float) -> tuple[str, ...]:
+def _step(ends: Mapping[int, EndRecord]) -> str:
+    """Return the highest step that an attempt reported, or that is in the name of its newest checkpoint."""
+    return f"{step:,}" if (step := max((end.step for end in ends.values()), default=0)) else "-"
+
+
+def _row(attempt: AttemptRecord, end: EndRecord | None, now: float, *, is_over: bool) -> tuple[str, ...]:
     took = (end.ended_seconds if end else now) - attempt.begun_seconds
-    ending = f"{end.ending}: {end.reason}" if end else "not over, or killed a moment ago"
+    ending = f"{end.ending}: {end.reason}" if end else "running"
+    if end is None and is_over:
+        ending = "killed: the next attempt records the cause"
     return (
         str(attempt.number),
         attempt.job_id or "-",

@@ -46,6 +46,11 @@ def complain(message: str) -> None:
     typer.echo(f"{paint('Error:', 'red', sys.stderr)} {plain_lines(message)}", err=True)
 
 
+def remark(text: str) -> None:
+    """Print a line to standard error: the reason why a command takes long."""
+    typer.echo(plain(text), err=True)
+
+
 def message(error: Exception) -> str:
     """Return the text to print for an error; for an OSError without its number, and with a remedy."""
     if not isinstance(error, OSError) or not error.strerror:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.cli.console import plain, say
+from ckptman.cli.console import plain, remark, say
 from ckptman.cli.options import option, parse_seconds
 from ckptman.errors import ConfigError, SchedulerError
 
 if TYPE_CHECKING:
+    from ckptman.policies.resubmit import Reaction
     from ckptman.scheduler.slurm.submission import PreparedChain
 
 Command = Annotated[
@@ -45,6 +46,9 @@ Requeue = Annotated[
     bool, typer.Option("--requeue", help="Requeue the same job, where sbatch is forbidden on compute nodes.")
 ]
 Upfront = Annotated[int | None, option("--upfront", "N", "Put N jobs into the queue at once.")]
+ExitZero = Annotated[
+    bool, typer.Option("--exit-zero", help="Exit with 0 after an attempt that saved and stopped: no mail of a failure.")
+]
 Sbatch = Annotated[list[str] | None, option("--sbatch", "OPTION", "An option for sbatch, such as --nodes=4.")]
 First = Annotated[list[str] | None, option("--first", "ARGUMENT", "For the script until a checkpoint is there.")]
 Progress = Annotated[
@@ -58,6 +62,10 @@ Done = Annotated[
     option(
         "--done", "WHAT", "A FILE, 'GLOB' or 'COMMAND ...' that tells that the run is finished (default: exit code 0)."
     ),
+]
+On = Annotated[
+    list[str] | None,
+    option("--on", "CAUSE=REACTION", "Of a crash: again, elsewhere, wait, count or hold, as in oom=again. Or @FILE."),
 ]
 Another = Annotated[bool, typer.Option("--another", help="Even if a chain of the same script goes on already.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be submitted, and leave no trace.")]
@@ -76,7 +84,9 @@ def submit(
     first: First = None,
     progress: Progress = None,
     done: Done = None,
+    on: On = None,
     sbatch: Sbatch = None,
+    exit_zero: ExitZero = False,
     chain_dir: ChainDir = None,
     another: Another = False,
     dry_run: DryRun = False,
@@ -95,6 +105,7 @@ def submit(
     ):
         if value is not None:
             check_count("submit", name, value)
+    reactions = _reactions(on or ())
     now = time.time()
     if scheduler == "local":
         unknown = {
@@ -104,6 +115,7 @@ def submit(
             "--upfront": upfront,
             "--first": first,
             "--sbatch": sbatch,
+            "--exit-zero": exit_zero,
             "--dry-run": dry_run,
         }
         if given := [name for name, value in unknown.items() if value]:
@@ -121,6 +133,7 @@ def submit(
             stall_limit=stall_limit,
             progress=tuple(progress or ()),
             done=done or "",
+            on=reactions,
         )
         raise typer.Exit(code)
     if scheduler != "slurm":
@@ -136,6 +149,8 @@ def submit(
         options=tuple(sbatch or ()),
         progress=tuple(progress or ()),
         done=done or "",
+        on=reactions,
+        exit_zero=exit_zero,
         mode="requeue" if requeue else "upfront" if upfront else "successor",
         upfront=upfront or 1,
         crash_limit=crash_limit,
@@ -146,15 +161,15 @@ def submit(
         another=another,
     )
     made = prepare(submission, chain_dir, os.environ, now)
-    for remark in made[0].remarks:
-        say(f"note: {remark}")
+    for note in made[0].remarks:
+        say(f"note: {note}")
     at_once = f", {upfront} at once" if upfront else ""
     for number, each in enumerate(made):
         if dry_run:
             say(f"would submit{at_once}: {plain(first_command(each))}")
             continue
         try:
-            jobs = submit_chain(each, slurm_of(each.spec), now)
+            jobs = submit_chain(each, slurm_of(each.spec, remark), now)
         except (SchedulerError, OSError) as error:
             raise _with_what_is_left(error, made[number:]) from error
         say(f"submitted job {jobs[0].job_id}" + (f" to {jobs[-1].job_id}" if len(jobs) > 1 else ""))
@@ -169,6 +184,24 @@ def _with_what_is_left(error: SchedulerError | OSError, left: Sequence[PreparedC
     """Of an array some tasks may be in the queue already, and go on: the error says which are not."""
     tasks = ",".join(str(each.spec.array_task) for each in left if each.spec.array_task is not None)
     return SchedulerError(f"{error}. Not submitted: --array={tasks}") if tasks else error
+
+
+def _reactions(given: Sequence[str]) -> dict[str, Reaction]:
+    """Read `--on`: each a reaction, or `@` and a file that holds one in each line. Raises: ConfigError."""
+    from ckptman.scheduler.causes import parse_reactions
+
+    lines: list[str] = []
+    for each in given:
+        if each.startswith("@"):
+            try:
+                text = Path(each[1:]).read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                why = f"--on {each}: the file cannot be read ({error}): give one CAUSE=REACTION a line"
+                raise ConfigError(why) from None
+            lines += [line.partition("#")[0].strip() for line in text.splitlines()]
+        else:
+            lines.append(each)
+    return parse_reactions([line for line in lines if line])
 
 
 def _date(text: str | None, now: float) -> float | None:

@@ -97,6 +97,11 @@ def read_outcome(path: Path) -> Outcome | None:
     return Outcome(**fields)
 
 
+def is_dead(outcome: Outcome) -> bool:
+    """Return whether the process that wrote an outcome is known to have ended: it ran on this machine."""
+    return outcome.host == socket.gethostname() and not Path(f"/proc/{outcome.pid}").exists()
+
+
 def own_outcome(root: Path) -> Outcome | None:
     """Read the outcome in a root; None if there is none, or links lead elsewhere. Raises: CorruptError, OSError."""
     path = outcome_path(root)

@@ -16,15 +16,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ckptman.errors import EXIT_OK, BusyError, CkptmanError, SchedulerError
+from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
 from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Ending
-from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV
+from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV, Outcome, is_dead
+from ckptman.scheduler.attempt_log import log_lines, logs_of_this_process
+from ckptman.scheduler.causes import Cause, asked_by
 from ckptman.scheduler.chain import Say, judge, patient
-from ckptman.scheduler.chain_record import AttemptRecord, Chain, ChainState, JobRecord, Spec, output
+from ckptman.scheduler.chain_record import AttemptRecord, Chain, ChainState, JobRecord, Spec
 from ckptman.scheduler.finished import by_done
 from ckptman.scheduler.history import (
     following,
@@ -33,14 +36,14 @@ from ckptman.scheduler.history import (
     note_end,
     outcome_of,
     settle,
-    told_state,
     warned_too_late,
 )
 from ckptman.scheduler.lost_outcome import NO_ROOT
 from ckptman.scheduler.process_tree import forward_stop, handles
 from ckptman.scheduler.signal_queue import ENDING, WARNING, SignalQueue, leave_it
-from ckptman.scheduler.slurm.commands import Slurm
+from ckptman.scheduler.slurm.commands import Slurm, ask_queue
 from ckptman.scheduler.slurm.submission import avoid_nodes, slurm_of, submit_next
+from ckptman.scheduler.verdict import Verdict, by_state, crashed, explained
 
 TORCHRUN_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """How long torchrun lets its workers save after a SIGTERM; 30 seconds unless this says otherwise."""
@@ -49,9 +52,9 @@ LOOK_SECONDS = 1.0
 NEAR_SECONDS = 60.0
 """Slurm may send the signal of `--signal` so much earlier than it was asked to."""
 RETRY_SECONDS = BEAT_SECONDS = 60.0
-BUSY_SECONDS = 300.0
-"""The pause before the next attempt if another run writes to the root."""
 ROOT_LOOKS, ROOT_SECONDS = 3, 20.0
+LATE_LOOKS, LATE_SECONDS = 20, 0.5
+"""An outcome can be so much later than the end of the script."""
 
 
 class Supervisor:
@@ -79,15 +82,21 @@ class Supervisor:
         self._has_submitted = False
         self._asked: signal.Signals | None = None
         self._ending = False
+        self._ended: Ending | None = None
 
     def run(self) -> int:
-        """Begin, run the script to its end, and decide. The exit code of the script; 0 where there is nothing to do."""
+        """Begin, run the script to its end, and decide. The exit code of the script; 0 if there is nothing to do, or if
+        the attempt was stopped and the user asked for 0 then."""
         with SignalQueue() as signals:
             attempt = self._begin()
             if attempt is None:
                 return EXIT_OK
             returncode = self._run_script(signals, attempt)
             self._end(attempt, returncode)
+            with suppress(OSError):
+                self._chain.beat(attempt.number)  # so long the job held its nodes
+        if self._spec.exit_zero and self._ended in ("stopped", "finished"):
+            return EXIT_OK
         return returncode if returncode >= 0 else 128 - returncode
 
     def _begin(self) -> AttemptRecord | None:
@@ -122,7 +131,6 @@ class Supervisor:
         if why_not := self._look_for_the_root() if decision.again else decision.reason:
             self._stop(why_not)
             return None
-        log, log_begin = output()
         attempt = AttemptRecord(
             number=number,
             job=self._job_number,
@@ -130,8 +138,7 @@ class Supervisor:
             restart=int(self._environ.get("SLURM_RESTART_COUNT") or 0),
             nodes=self._environ.get("SLURM_JOB_NODELIST", ""),
             host=socket.gethostname(),
-            log=log,
-            log_begin=log_begin,
+            **logs_of_this_process(),
             workdir=self._workdir,
             begun_seconds=now,
         )
@@ -248,29 +255,44 @@ class Supervisor:
                 tell_tasks()
                 self._say(f"{number.name}: it was sent to the batch script alone, and is sent to the tasks, too")
 
+    def _outcome(self, attempt: AttemptRecord, returncode: int) -> Outcome | None:
+        """Return the outcome of an attempt; a signal may end its script while its ranks still save, and report then."""
+        outcome = outcome_of(self._chain, attempt, returncode)
+        for _ in range(LATE_LOOKS):
+            if outcome is None or outcome.state != "running" or is_dead(outcome):
+                break
+            self._sleep(LATE_SECONDS)
+            outcome = outcome_of(self._chain, attempt, returncode)
+        return outcome
+
     def _end(self, attempt: AttemptRecord, returncode: int) -> None:
         chain, now = self._chain, self._clock()
-        outcome = outcome_of(chain, attempt, returncode)
-        ending: Ending
+        outcome = self._outcome(attempt, returncode)
+        lines = log_lines(attempt)
         untold = outcome is None or outcome.state == "running"
-        ending, reason = judge(returncode, outcome, self._who_asked(attempt) if untold else "")
-        is_busy = outcome is not None and (outcome.state, outcome.exit_code) == ("failed", BusyError.exit_code)
-        if is_busy:
-            ending = "interrupted"
-        down = self._nodes_that_failed() if ending in ("crashed", "interrupted") else {}
-        if ending == "crashed" and down:
-            ending, reason = "interrupted", f"node failure: {', '.join(down)}; {reason}"
-        elif untold:
-            ending, reason = by_done(self._spec.done, self._workdir, self._environ, ending, reason)
-        end = note_end(chain, attempt, self._slurm, outcome, ending, reason, now, returncode, down)
+        asked = self._who_asked(attempt, lines)
+        verdict = Verdict(*judge(returncode, outcome, asked.line if asked and untold else ""))
+        down = self._nodes_that_failed() if verdict.ending in ("crashed", "interrupted") else {}
+        if verdict.ending == "crashed":
+            verdict = crashed(outcome, verdict.reason, lines, down)
+        else:
+            verdict = replace(verdict, cause=asked) if untold else explained(verdict, asked)
+        if untold:
+            told = by_done(self._spec.done, self._workdir, self._environ, verdict.ending, verdict.reason)
+            verdict = Verdict(*told, verdict.cause)
+        end = note_end(chain, attempt, self._slurm, outcome, verdict, now, returncode, down)
+        self._ended = ending = end.ending
+        reason = end.reason
         is_recorded = end.number in chain.ends()
         if not is_recorded:
             self._say(f"how this attempt ended cannot be recorded in {chain.folder}: see if there is room")
         if note := warned_too_late(chain):
             self._say(note)
         decision = following(chain, now, end)
-        self._say(decision.reason)
-        if chain.state.state != "active":
+        is_active = chain.state.state == "active"
+        if decision.again or ending == "finished" or not is_active:
+            self._say(decision.reason)
+        if not is_active:
             return
         if ending == "finished":
             self._turn("finished", decision.reason)
@@ -298,10 +320,9 @@ class Supervisor:
                     "as no successor can be submitted, this job is requeued: ckptman submit --requeue always does so"
                 )
                 self._requeue()
-            delay_seconds = max(decision.delay_seconds, BUSY_SECONDS if is_busy else 0.0)
-            if delay_seconds > 0 and following_job is not None:
+            if decision.delay_seconds > 0 and following_job is not None:
                 with self._refusal("the next attempt starts without a delay: {}"):
-                    self._slurm.update(following_job.job_id, StartTime=f"now+{delay_seconds:.0f}")
+                    self._slurm.update(following_job.job_id, StartTime=f"now+{decision.delay_seconds:.0f}")
             self._avoid_bad_nodes(self._job_number + 1)
 
     def _unrecorded_jobs(self) -> int:
@@ -310,21 +331,25 @@ class Supervisor:
         recorded = [job_of[number] for number in self._chain.ends() if number in job_of]
         return self._job_number - max(recorded, default=0)
 
-    def _who_asked(self, attempt: AttemptRecord) -> str:
-        """Return who asked this attempt to stop, in words; "" if nobody did."""
-        with self._refusal("{}. The state of the job is unknown"):
-            own = self._slurm.jobs([self._job_id]).get(self._job_id)
-            if own is not None and own.over and own.state != "COMPLETED":
-                return f"Slurm ended the job: {told_state(own)}"
-        spec = self._spec
-        left = math.inf
+    def _who_asked(self, attempt: AttemptRecord, lines: Sequence[str]) -> Cause | None:
+        """Return who asked this attempt to stop; None if nobody did."""
+        if (asked := asked_by(lines, self._job_id)) is not None:
+            return asked
+        spec, left = self._spec, math.inf
         if spec.limit_seconds is not None:
             left = attempt.begun_seconds + spec.limit_seconds - self._clock()
+        known = ask_queue([self._job_id], self._environ)
+        own = known.get(self._job_id) if known else None
+        if own is not None and (cause := by_state(own)) is not None:
+            return cause
         if self._asked:
-            return f"{self._asked.name} from Slurm" + (", near the time limit" if left < NEAR_SECONDS else "")
+            near = ", near the time limit" if left < NEAR_SECONDS else ""
+            name = "time-limit" if near else "asked"
+            return Cause(name, f"{self._asked.name} from Slurm{near}", (f"signal: {self._asked.name}",), "again")
         if left < (spec.warned_seconds or 0) + NEAR_SECONDS and spec.warned_seconds is not None:
-            return f"--signal warned it {spec.warned_seconds} s before the time limit"
-        return "the time limit" if left <= 0 else ""
+            line = f"--signal warned it {spec.warned_seconds} s before the time limit"
+            return Cause("time-limit", line, (line,), "again")
+        return Cause("time-limit", "the time limit", ("the clock",), "again") if left <= 0 else None
 
     def _is_cancelled(self, attempt: AttemptRecord) -> bool:
         """Return whether somebody has cancelled the next job, and then this one: the whole chain is meant."""
@@ -349,7 +374,7 @@ class Supervisor:
             return {}
 
     def _stop(self, reason: str) -> None:
-        self._say(f"the chain ends: {reason}. Remove the cause; ckptman chain resume goes on with it")
+        self._say(f"the chain ends: {reason}. ckptman chain why explains it; ckptman chain resume continues the chain")
         self._turn("stopped", reason)
         self._cancel_successor()
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -28,7 +27,7 @@ from pydantic import BaseModel, ConfigDict
 from ckptman.errors import CorruptError, ExistsError, FormatVersionError, NotFoundError
 from ckptman.io.durable_files import DISK
 from ckptman.io.safe_open import read_regular
-from ckptman.policies.resubmit import Ending
+from ckptman.policies.resubmit import Ending, Reaction
 from ckptman.runtime.journal import Journal
 from ckptman.scheduler.chain import CHAINS
 from ckptman.scheduler.progress import Newest
@@ -52,6 +51,8 @@ class Wish(_Record):
 
     `first_arguments`: of the script, until a checkpoint is saved. `progress`: where the checkpoints of a program are
     that does not save with ckptman. `done`: a file, a glob pattern or a command that tells that it is finished.
+    `on`: reactions to causes of a crash, by name, in place of the usual ones. `exit_zero`: a job whose attempt stopped
+    exits with 0, so that Slurm does not call it failed.
     """
 
     arguments: tuple[str, ...] = ()
@@ -63,6 +64,8 @@ class Wish(_Record):
     stall_limit: int = 10
     progress: tuple[str, ...] = ()
     done: str = ""
+    on: Mapping[str, Reaction] = {}
+    exit_zero: bool = False
     max_attempts: int | None = None
     max_walltime_seconds: float | None = None
     until_seconds: float | None = None
@@ -119,8 +122,9 @@ class JobRecord(_Record):
 
 
 class AttemptRecord(_Record):
-    """An attempt that has begun. `restart`: how often its job was requeued before. `log`: where its output goes, ""
-    where that is no file; `log_begin`: the bytes that were there before it."""
+    """An attempt that has begun. `restart`: how often its job was requeued before. `log`, `error_log`: the files of its
+    output and, if that is another one, of its errors; "" if they are not files. `log_begin`, `error_begin`: their sizes
+    before it."""
 
     number: int
     job: int
@@ -130,6 +134,8 @@ class AttemptRecord(_Record):
     host: str
     log: str
     log_begin: int = 0
+    error_log: str = ""
+    error_begin: int = 0
     workdir: str = ""
     begun_seconds: float
 
@@ -140,7 +146,8 @@ class EndRecord(_Record):
 
     `ended_seconds`: when the next attempt began, if nobody knows when this one ended; then `seen_seconds` is when it
     was last known to run. `newest`: the newest checkpoints that the program saved in its own way, by naming scheme.
-    `bad_nodes`: nodes to avoid from now on, and why. `save_seconds`: the time of a save.
+    `bad_nodes`: nodes to avoid from now on, and why. `save_seconds`: the time of a save. `cause`, `evidence`,
+    `reaction`: see `scheduler.causes.Cause`; "" if nobody looked.
     """
 
     number: int
@@ -156,6 +163,9 @@ class EndRecord(_Record):
     newest: Mapping[str, Newest] = {}
     bad_nodes: Mapping[str, str] = {}
     save_seconds: float | None = None
+    cause: str = ""
+    evidence: tuple[str, ...] = ()
+    reaction: Reaction = "count"
 
 
 class Chain:
@@ -298,16 +308,6 @@ def find_chains(base: Path) -> Sequence[Chain]:
     if not folder.is_dir():
         return []
     return [Chain(each) for each in sorted(folder.iterdir()) if (each / SPEC).is_file()]
-
-
-def output() -> tuple[str, int]:
-    """Return the file that the standard output of this process goes to, "" where it is no file, and its size."""
-    try:
-        path = str(Path("/proc/self/fd/1").readlink())
-        found = os.fstat(1)
-    except OSError:
-        return "", 0
-    return (path, found.st_size) if stat.S_ISREG(found.st_mode) else ("", 0)
 
 
 def _data(record: BaseModel) -> bytes:

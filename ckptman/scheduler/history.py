@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,30 +14,22 @@ from ckptman.errors import CkptmanError, CorruptError, SchedulerError
 from ckptman.forecast.save_costs import warning_seconds
 from ckptman.format.paths import journal_path
 from ckptman.policies.intervals import seconds_text
-from ckptman.policies.resubmit import Attempt, Ending, Next, decide
+from ckptman.policies.resubmit import Attempt, Ending, Next, counts_as_saved, decide
 from ckptman.runtime.deadline import parse_end_time
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.measurements import save_seconds, start_up
 from ckptman.runtime.outcome import Outcome, read_outcome, reported_nodes
+from ckptman.scheduler.attempt_log import log_lines
+from ckptman.scheduler.causes import OVERRIDABLE, Cause, asked_by, with_reaction
 from ckptman.scheduler.chain import gone_text, newest_sequence, spoilt_text
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, JobRecord
 from ckptman.scheduler.lost_outcome import find_outcome
 from ckptman.scheduler.progress import Left, Newest, find_left, later_of
-from ckptman.scheduler.slurm.accounting import ask_accounting
 from ckptman.scheduler.slurm.commands import Job, Slurm
+from ckptman.scheduler.verdict import Verdict, by_state, crashed, explained, interrupted, why_killed, why_requeued
 
 AVOIDED_SECONDS = 86_400.0
 """A node is left out for so long after it was found bad: by then somebody has repaired it, or Slurm knows."""
-_NEAR_SECONDS = 120.0
-_FROM_OUTSIDE = {
-    "TIMEOUT": "the time limit",
-    "PREEMPTED": "preempted",
-    "CANCELLED": "cancelled",
-    "NODE_FAIL": "a node failed",
-    "BOOT_FAIL": "a node did not start",
-    "DEADLINE": "its deadline",
-    "REVOKED": "revoked",
-}
 
 
 @dataclass(frozen=True)
@@ -77,57 +69,37 @@ def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> AttemptRe
         if job is not None and job.runs:
             return attempt
         outcome = outcome_of(chain, attempt)
-        ending: Ending
+        lines = log_lines(attempt)
         if outcome is not None and (outcome.state == "finished" or outcome.state == "stopped"):
-            ending, reason = outcome.state, outcome.reason
+            verdict = explained(Verdict(outcome.state, outcome.reason), asked_by(lines, attempt.job_id))
         elif attempt.job_id == running_id:
-            ending, reason = "interrupted", _why_requeued(attempt, slurm)
-        elif job is None:
-            why = "Slurm could not be asked" if known is None else "Slurm no longer knows the job"
-            ending, reason = _why_killed(chain, attempt) or ("interrupted", f"killed; the cause is unknown, as {why}")
-        elif job.state in _FROM_OUTSIDE:
-            ending, reason = "interrupted", told_state(job)
+            verdict = interrupted(why_requeued(attempt, slurm, lines))
+        elif job is not None and (cause := by_state(job) or asked_by(lines, job.id)) is not None:
+            verdict = interrupted(cause)
+        elif job is not None:
+            verdict = crashed(outcome, f"killed ({job.told})", [*lines, job.state], {})
         else:
-            ending, reason = "crashed", f"killed ({job.told})"
+            verdict = _of_forgotten(chain, attempt, outcome, lines, is_away=known is None)
         is_known = job is not None and job.over
         ended = _time(job.ends, now) if job is not None and is_known else now
         seen = None if is_known else chain.last_sign(attempt, now)
-        note_end(chain, attempt, slurm, outcome, ending, reason, ended, seen_seconds=seen)
+        note_end(chain, attempt, slurm, outcome, verdict, ended, seen_seconds=seen)
     return None
 
 
-def _why_requeued(attempt: AttemptRecord, slurm: Slurm) -> str:
-    """Return why Slurm requeued the job of an attempt, in words."""
-    with suppress(SchedulerError):
-        if down := slurm.bad_nodes(attempt.nodes):
-            return f"node failure: {', '.join(down)}; Slurm requeued the job"
-    return "the job was requeued"
-
-
-def _why_killed(chain: Chain, attempt: AttemptRecord) -> tuple[Ending, str] | None:
-    """Return how and why an attempt ended whose job the queue no longer shows; None if that is unknown."""
-    for started in ask_accounting([attempt.job_id])[0]:
-        if started.begun is not None and started.begun <= attempt.begun_seconds + 60.0 and started.reason:
-            state = started.reason.upper().split()[0]
-            if state in _FROM_OUTSIDE:
-                return "interrupted", _FROM_OUTSIDE[state]
-            if state in ("OUT_OF_MEMORY", "FAILED"):
-                return "crashed", f"killed ({state})"
-    limit = chain.spec.limit_seconds
-    last = chain.last_sign(attempt, math.inf) + _NEAR_SECONDS
-    if limit is not None and last >= attempt.begun_seconds + limit:
-        return "interrupted", "the time limit"
-    with suppress(CkptmanError, OSError):
-        events, _ = read_journal(chain.events.path)
-        asked = [each for each in events if each["time"] >= attempt.begun_seconds and each.get("event") == "signal"]
-        if asked:
-            return "interrupted", f"killed after {asked[-1].get('signal')} from Slurm"
-    return None
-
-
-def told_state(job: Job) -> str:
-    """Return why Slurm ended a job, in words."""
-    return _FROM_OUTSIDE.get(job.state, job.told)
+def _of_forgotten(
+    chain: Chain, attempt: AttemptRecord, outcome: Outcome | None, lines: Sequence[str], *, is_away: bool
+) -> Verdict:
+    """Return how an attempt ended whose job Slurm no longer knows."""
+    cause = why_killed(chain, attempt, lines)
+    if cause.name in OVERRIDABLE and cause.name != "node":
+        return Verdict("crashed", cause.line, cause)
+    if cause.name == "unknown":
+        if outcome is not None and outcome.state == "failed":
+            return crashed(outcome, "killed", lines, {})
+        why = "Slurm could not be asked" if is_away else "Slurm no longer knows the job"
+        cause = replace(cause, line=f"{cause.line}, as {why}")
+    return interrupted(cause)
 
 
 def outcome_of(chain: Chain, attempt: AttemptRecord, returncode: int | None = None) -> Outcome | None:
@@ -150,8 +122,7 @@ def note_end(
     attempt: AttemptRecord,
     slurm: Slurm,
     outcome: Outcome | None,
-    ending: Ending,
-    reason: str,
+    verdict: Verdict,
     now: float,
     returncode: int | None = None,
     down: Mapping[str, str] | None = None,
@@ -163,8 +134,12 @@ def note_end(
     `returncode`: None if it is noted by a later attempt, because this one was killed. `down`: the nodes that Slurm says
     are down, if it was asked. `seen_seconds`: when it was last known to run, if nobody knows when it ended.
     """
+    ending, reason, cause = verdict.ending, verdict.reason, verdict.cause
     root = outcome.root if outcome else root_of(chain)
     sequence, left = _left_by(chain, attempt, root)
+    if cause is not None and ending == "crashed":
+        until = now if seen_seconds is None else seen_seconds
+        cause = _with_reaction(chain, cause, counts_as_saved(left.has_saved, until - attempt.begun_seconds))
     with suppress(CkptmanError, OSError):
         if root and ending != "finished" and (spoilt := spoilt_text(root)):
             reason = f"{reason}; {spoilt}"
@@ -182,14 +157,24 @@ def note_end(
         ended_seconds=now,
         seen_seconds=seen_seconds,
         newest=left.newest,
-        bad_nodes=_bad_nodes(chain, attempt, ending, slurm, down),
+        bad_nodes=_bad_nodes(chain, attempt, ending, slurm, down, cause),
         save_seconds=save_seconds(root) if root else None,
+        cause=cause.name if cause else "",
+        evidence=cause.evidence if cause else (),
+        reaction=cause.reaction if cause else "count",
     )
     with suppress(OSError):
         record = chain.end(record)
     event = "found ended" if returncode is None else "end"
     chain.events.record(event, sync=True, attempt=attempt.number, ending=ending, reason=reason)
     return record
+
+
+def _with_reaction(chain: Chain, cause: Cause, has_saved: bool) -> Cause:
+    earlier = [end for end in chain.ends().values() if end.number > chain.state.forgiven]
+    before = earlier[-1] if earlier and earlier[-1].ending == "crashed" else None
+    last = Cause(before.cause, before.reason, before.evidence) if before else None
+    return with_reaction(cause, chain.spec.on, last, has_saved, any(end.committed for end in earlier))
 
 
 def following(chain: Chain, now: float, last: EndRecord | None = None) -> Next:
@@ -202,7 +187,7 @@ def following(chain: Chain, now: float, last: EndRecord | None = None) -> Next:
     until = {n: end.ended_seconds if end.seen_seconds is None else end.seen_seconds for n, end in ends.items()}
     seconds = {n: max(0.0, until[n] - begun[n]) if n in begun else 0.0 for n in ends}
     attempts = [
-        Attempt(number, end.ending, end.reason, end.committed, seconds[number])
+        Attempt(number, end.ending, end.reason, end.committed, seconds[number], end.reaction)
         for number, end in ends.items()
         if number > forgiven
     ]
@@ -335,15 +320,23 @@ def _left_under(chain: Chain, root: str) -> tuple[int, bool]:
 
 
 def _bad_nodes(
-    chain: Chain, attempt: AttemptRecord, ending: Ending, slurm: Slurm, down: Mapping[str, str] | None
+    chain: Chain,
+    attempt: AttemptRecord,
+    ending: Ending,
+    slurm: Slurm,
+    down: Mapping[str, str] | None,
+    cause: Cause | None,
 ) -> dict[str, str]:
-    """Return the nodes of an attempt that Slurm says are down, after a bad ending, or that the attempt itself reported.
+    """Return the nodes of an attempt that Slurm says are down, after a bad ending, that its cause blames, or that the
+    attempt itself reported.
 
     None where those are more than half of its nodes: then something else is wrong.
     """
     found = dict(down or {})
     try:
         reported = reported_nodes(chain.outcome_path(attempt.number))
+        if cause is not None and cause.reaction == "elsewhere" and cause.node:
+            reported = {cause.node: cause.rule.title, **reported}
         if ending in ("crashed", "interrupted") and down is None:
             found = slurm.bad_nodes(attempt.nodes)
         if not found and not reported:

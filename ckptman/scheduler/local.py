@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, RootError, SchedulerError
 from ckptman.io.durable_files import DISK
-from ckptman.policies.resubmit import Attempt, decide
+from ckptman.policies.resubmit import Attempt, Reaction, counts_as_saved, decide
 from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV, read_outcome
+from ckptman.scheduler.attempt_log import log_lines
+from ckptman.scheduler.causes import Cause, with_reaction
 from ckptman.scheduler.chain import Say, gone_text, judge, newest_sequence, patient, spoilt_text
 from ckptman.scheduler.finished import by_done
 from ckptman.scheduler.lost_outcome import NO_ROOT, find_outcome
 from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree, handles, ignores
 from ckptman.scheduler.progress import Newest, find_left, later_of, named_by
 from ckptman.scheduler.signal_queue import ENDING, SignalQueue
+from ckptman.scheduler.verdict import crashed
 
 if TYPE_CHECKING:
     from ckptman.scheduler.local_record import LocalRecord
@@ -40,6 +43,7 @@ class _Limits:
     stall_limit: int | None
     progress: tuple[str, ...]
     done: str
+    on: Mapping[str, Reaction]
 
 
 def run_chain(
@@ -52,12 +56,14 @@ def run_chain(
     stall_limit: int | None = None,
     progress: Sequence[str] = (),
     done: str = "",
+    on: Mapping[str, Reaction] | None = None,
 ) -> int:
     """Run `command` again and again until it is finished. Exit code 0: finished; 75: asked to stop, run it again.
 
     How an attempt ended is read from the outcome it wrote to `chain_dir`, and only without one from its exit code.
     `say` gets one line per attempt. `progress`: where the checkpoints of a program are that does not save with ckptman.
-    `done`: a file, a glob pattern or a command that tells that it is finished.
+    `done`: a file, a glob pattern or a command that tells that it is finished. `on`: reactions to causes of a crash, by
+    name, in place of the usual ones.
 
     Raises: SchedulerError (`crash_limit` attempts in a row crashed with no new checkpoint, or `stall_limit` ended so in
     whatever way, the last of `max_attempts` crashed, the checkpoints are gone, or the command cannot be started),
@@ -74,12 +80,14 @@ def run_chain(
 
     record = LocalRecord(chain_dir, command, tell, since_seconds, crash_limit, max_attempts)
     try:
-        limits = _Limits(crash_limit, max_attempts, stall_limit, tuple(progress), done)
+        limits = _Limits(crash_limit, max_attempts, stall_limit, tuple(progress), done, on or {})
         code, reason = _run_attempts(command, chain_dir, tell, record, limits)
     except BaseException as error:
         record.turn("stopped", str(error) or type(error).__name__)
         raise
     record.turn("finished" if code == EXIT_OK else "stopped", reason)
+    if code is None:
+        raise SchedulerError(f"the chain ends: {reason}. Remove the cause and submit again")
     return code
 
 
@@ -89,14 +97,15 @@ def _run_attempts(
     tell: Say,
     record: LocalRecord,
     limits: _Limits,
-) -> tuple[int, str]:
-    """Return the exit code of the chain, and why it ends. Raises: SchedulerError."""
+) -> tuple[int | None, str]:
+    """Return the exit code of the chain, None if it failed, and why it ends. Raises: SchedulerError."""
     since_seconds = time.time()
     attempts: list[Attempt] = []
     workdir = Path.cwd()
     places = named_by("", command, os.environ)
     newest: dict[str, Newest] = {}
     root, sequence = "", 0
+    crashed_before: Cause | None = None
     with SignalQueue() as signals:
         scheduler = LocalScheduler(tell, signals)
         while (stop := scheduler.stop_asked()) is None:
@@ -115,6 +124,10 @@ def _run_attempts(
                 outcome = find_outcome(workdir, [root], begun_seconds, returncode)
             asked = scheduler.passed_on
             ending, reason = judge(returncode, outcome, f"{asked.name} was passed on" if asked else "")
+            cause = None
+            if ending == "crashed":
+                verdict = crashed(outcome, reason, log_lines(record.attempt), {})
+                ending, reason, cause = verdict.ending, verdict.reason, verdict.cause
             if outcome is None or outcome.state == "running":
                 ending, reason = by_done(limits.done, str(workdir), os.environ, ending, reason)
             root_before, root = root, outcome.root if outcome else root
@@ -132,20 +145,26 @@ def _run_attempts(
             has_saved = True if root and sequence != before else left.has_saved
             if ending != "finished" and left.note:
                 reason = f"{reason}; {left.note}"
-            attempts.append(Attempt(number, ending, reason, has_saved, time.time() - begun_seconds))
+            seconds = time.time() - begun_seconds
+            if cause is not None and ending == "crashed":
+                is_saved, any_saved = counts_as_saved(has_saved, seconds), any(each.has_saved for each in attempts)
+                cause = with_reaction(cause, limits.on, crashed_before, is_saved, any_saved)
+            crashed_before, reaction = cause, cause.reaction if cause else "count"
+            attempts.append(Attempt(number, ending, reason, has_saved, seconds, reaction))
             following = decide(attempts, limits.crash_limit, limits.max_attempts, limits.stall_limit)
-            tell(following.reason)
-            record.end(attempts[-1], returncode, outcome, sequence)  # nothing of it is printed after this
+            if following.again or ending in ("finished", "stopped"):
+                tell(following.reason)
+            record.end(attempts[-1], returncode, outcome, sequence, cause)  # nothing of it is printed after this
             if ending == "finished":
                 return EXIT_OK, reason
             if before and root == root_before and not sequence and not newest_sequence(root):
-                raise SchedulerError(f"the chain ends: {gone_text(root)}")
+                return None, gone_text(root)
             if ending == "stopped" and number == limits.max_attempts:
                 return EXIT_AGAIN, f"no more than {number} attempts were allowed"
             if not following.again and scheduler.stop_asked() is None:
                 if not root:
                     tell(NO_ROOT)
-                raise SchedulerError(f"the chain ends: {following.reason}. Remove the cause and submit again")
+                return None, following.reason
     tell(f"the chain ends, because {stop.name} asked for it: submit again to go on from the newest checkpoint")
     return EXIT_AGAIN, f"{stop.name} asked for it"
 

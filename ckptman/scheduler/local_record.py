@@ -14,8 +14,10 @@ import psutil
 from ckptman.errors import CkptmanError, CorruptError, ExistsError, NotFoundError, masked
 from ckptman.policies.resubmit import Attempt
 from ckptman.runtime.outcome import Outcome, this_node
+from ckptman.scheduler.attempt_log import logs_of_this_process
+from ckptman.scheduler.causes import Cause
 from ckptman.scheduler.chain import Say
-from ckptman.scheduler.chain_record import AttemptRecord, Chain, ChainState, EndRecord, Spec, State, output
+from ckptman.scheduler.chain_record import AttemptRecord, Chain, ChainState, EndRecord, Spec, State
 
 
 def is_running(spec: Spec) -> bool | None:
@@ -67,23 +69,22 @@ class LocalRecord:
             Chain.create_local(folder, spec)
 
     def begin(self, number: int) -> None:
-        log, log_begin = output()
+        self.attempt = AttemptRecord(
+            number=number,
+            job=0,
+            job_id=os.environ.get("SLURM_JOB_ID", ""),
+            restart=0,
+            nodes=this_node(os.environ),
+            host=socket.gethostname(),
+            **logs_of_this_process(),
+            begun_seconds=time.time(),
+        )
         with self._patience():
-            self._chain.begin(
-                AttemptRecord(
-                    number=number,
-                    job=0,
-                    job_id=os.environ.get("SLURM_JOB_ID", ""),
-                    restart=0,
-                    nodes=this_node(os.environ),
-                    host=socket.gethostname(),
-                    log=log,
-                    log_begin=log_begin,
-                    begun_seconds=time.time(),
-                )
-            )
+            self._chain.begin(self.attempt)
 
-    def end(self, attempt: Attempt, returncode: int, outcome: Outcome | None, sequence: int) -> None:
+    def end(
+        self, attempt: Attempt, returncode: int, outcome: Outcome | None, sequence: int, cause: Cause | None
+    ) -> None:
         with self._patience():
             self._chain.end(
                 EndRecord(
@@ -96,6 +97,9 @@ class LocalRecord:
                     sequence=sequence,
                     committed=attempt.has_saved,
                     ended_seconds=time.time(),
+                    cause=cause.name if cause else "",
+                    evidence=cause.evidence if cause else (),
+                    reaction=attempt.reaction,
                 )
             )
 

@@ -218,7 +218,7 @@ def test_a_crash_after_a_commit_does_not_count(tmp_path, fake):
         ("NODE_FAIL", "interrupted", "a node failed"),
         ("CANCELLED", "interrupted", "cancelled"),
         ("FAILED", "crashed", "killed (FAILED, NonZeroExitCode)"),
-        ("OUT_OF_MEMORY", "crashed", "killed (OUT_OF_MEMORY, NonZeroExitCode)"),
+        ("OUT_OF_MEMORY", "crashed", "a node ran out of memory: OUT_OF_MEMORY"),
         (None, "interrupted", "killed; the cause is unknown, as Slurm no longer knows the job"),
     ],
 )
@@ -467,7 +467,7 @@ def test_a_busy_root_is_waited_for(tmp_path, fake):
     busy = outcome("failed", str(tmp_path / "root"), reason=told, exit_code=BusyError.exit_code)
     chain = submitted(tmp_path, fake, busy + "\nexit 1", crash_limit=1)
     attempt(chain, fake, 1)
-    assert (chain.ends()[1].ending, chain.state.state) == ("interrupted", "active")
+    assert (chain.ends()[1].cause, chain.ends()[1].reaction, chain.state.state) == ("busy", "wait", "active")
     assert ["update", "JobId=102", "StartTime=now+300"] in fake.argv("scontrol")
     assert told in chain.ends()[1].reason
 
@@ -529,7 +529,7 @@ def test_who_cancels_all_jobs_of_a_chain_means_the_chain(tmp_path, fake, own, af
     assert chain.state.state == state
     assert len(fake.argv("sbatch")) == (3 if (own, after) == ("RUNNING", "CANCELLED") else 2)
     if state == "stopped":
-        assert "its jobs were cancelled (scancel). Remove the cause; ckptman chain resume goes on with it" in told[-1]
+        assert "its jobs were cancelled (scancel). ckptman chain why explains it; ckptman chain resume" in told[-1]
 
 
 def test_a_submission_that_was_killed_is_no_chain_that_goes_on(tmp_path, fake):

@@ -78,7 +78,7 @@ def pretending(scheduler):
         (0, outcome("finished", "the run ended"), "attempt 1 finished: the run ended"),
         (1, outcome("stopped", "SIGTERM on rank 2"), "attempt 1 stopped: SIGTERM on rank 2"),
         (0, outcome("stopped", "SIGTERM on rank 2"), "attempt 1 stopped: SIGTERM on rank 2"),
-        (0, outcome("failed", "CommitError: disk full"), "attempt 1 crashed: CommitError: disk full (exit code 0)"),
+        (0, outcome("failed", "CommitError: disk full"), "attempt 1 crashed: CommitError: disk full"),
         (-9, outcome("running"), "attempt 1 crashed: killed by SIGKILL, and the run did not say that it ended"),
         (0, outcome("running"), "attempt 1 crashed: exit code 0, and the run did not say that it ended: use the"),
         (75, outcome("running"), "attempt 1 stopped: exit code 75"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Collection, Iterable, Sequence
@@ -14,6 +15,8 @@ from ckptman.scheduler.slurm.commands import call
 
 _SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", "--format")
 _FIELDS = "JobIDRaw,Submit,Start,End,State"
+_LONGEST_END = 1800.0
+"""Seconds. A later sign of life of an attempt is the copy of its record."""
 _MOST_IDS = 500
 """In one question."""
 
@@ -57,8 +60,15 @@ def _jobs_of(chain: Chain) -> list[JobTimes]:
     submitted = {job.job_id: job.time_seconds for job in chain.jobs()}
     ends, is_local = chain.ends(), chain.spec.scheduler == "local"
     found = []
-    for attempt in chain.attempts():
+    attempts = chain.attempts()
+    following = [*(each.begun_seconds for each in attempts[1:]), math.inf]
+    for attempt, bound in zip(attempts, following):
         end = ends.get(attempt.number)
+        ended = end.ended_seconds if end else None
+        if end is not None and end.returncode is not None:
+            # Its batch script stayed for a while, as when the controller was away.
+            left = min(chain.last_sign(attempt, math.inf), bound)
+            ended = left if end.ended_seconds < left < end.ended_seconds + _LONGEST_END else ended
         # A job that is requeued was in the queue again since its attempt before ended; without Slurm there is none.
         waited_since = submitted.get(attempt.job_id) if attempt.restart == 0 else None
         found.append(
@@ -66,7 +76,7 @@ def _jobs_of(chain: Chain) -> list[JobTimes]:
                 "" if is_local else attempt.job_id,
                 attempt.begun_seconds if is_local else waited_since,
                 attempt.begun_seconds,
-                end.ended_seconds if end else None,
+                ended,
                 end.ending if end else "",
                 end.reason if end else "",
                 attempt.number,

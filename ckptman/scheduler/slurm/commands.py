@@ -163,7 +163,8 @@ def submission_environment(environ: Mapping[str, str], sbatch: Mapping[str, str]
 class Slurm:
     """Asks the controller; again with back-off where it cannot be reached, and never submits twice.
 
-    `environ` is what the commands get (see `submission_environment`), `folder` where they run: jobs begin there.
+    `environ` is what the commands get (see `submission_environment`), `folder` where they run: jobs begin there. `say`
+    gets a line when the controller cannot be reached.
     """
 
     def __init__(
@@ -172,10 +173,11 @@ class Slurm:
         folder: str | None = None,
         *,
         sleep: Callable[[float], None] = time.sleep,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         # Settings of the user would change what squeue prints.
         self._environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
-        self._folder, self._sleep = folder, sleep
+        self._folder, self._sleep, self._say = folder, sleep, say
 
     def submit(self, batch_file: Path, number: int, options: Sequence[str]) -> str:
         """Submit a batch file with a number as its argument. The id of the job.
@@ -283,6 +285,8 @@ class Slurm:
                 raise UnreachableError(
                     f"no controller of Slurm answered {command[0]} for {waited:.0f} s: {answer.said}. Try again later"
                 )
+            if self._say is not None and not waited:
+                self._say(f"Slurm does not answer ({answer.said}): trying again for {PATIENCE_SECONDS:.0f} s")
             self._sleep(delay)
             waited, delay = waited + delay, min(2 * delay, LONGEST_DELAY_SECONDS)
             if already := done():

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,9 +184,9 @@ def submit_again(chain: Chain, slurm: Slurm, now: float) -> JobRecord:
     return _submit(chain, slurm, jobs[-1].number + 1 if jobs else 1, (), now)
 
 
-def slurm_of(spec: Spec) -> Slurm:
+def slurm_of(spec: Spec, say: Callable[[str], None] | None = None) -> Slurm:
     """Slurm as the jobs of a chain are submitted to it: from the same folder, with the user's own settings."""
-    return Slurm(submission_environment(os.environ, spec.sbatch_variables), spec.workdir)
+    return Slurm(submission_environment(os.environ, spec.sbatch_variables), spec.workdir, say=say)
 
 
 def avoid_nodes(chain: Chain, slurm: Slurm, jobs: Sequence[JobRecord], now: float) -> str:

@@ -1,0 +1,119 @@
+"""How an attempt ended and why, from everything that is known of it: Slurm, its outcome, its exit code, its log."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ckptman.errors import CkptmanError, SchedulerError
+from ckptman.policies.resubmit import Ending
+from ckptman.runtime.journal import read_journal
+from ckptman.runtime.outcome import Outcome
+from ckptman.scheduler.causes import Cause, asked_by, cause_of_crash
+from ckptman.scheduler.slurm.commands import Job, Slurm
+
+if TYPE_CHECKING:
+    from ckptman.scheduler.chain_record import AttemptRecord, Chain
+
+_NEAR_SECONDS = 120.0
+_FROM_OUTSIDE = {
+    "TIMEOUT": ("time-limit", "the time limit"),
+    "PREEMPTED": ("preempted", "preempted"),
+    "CANCELLED": ("cancelled", "cancelled"),
+    "NODE_FAIL": ("node", "a node failed"),
+    "BOOT_FAIL": ("node", "a node did not start"),
+    "DEADLINE": ("time-limit", "its deadline"),
+    "REVOKED": ("cancelled", "revoked"),
+}
+_SIGNAL = re.compile(r"\bSIG[A-Z]+[0-9]*\b")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an attempt ended. `reason`: one line for people."""
+
+    ending: Ending
+    reason: str
+    cause: Cause | None = None
+
+
+def interrupted(cause: Cause) -> Verdict:
+    return Verdict("interrupted", cause.line, cause)
+
+
+def crashed(outcome: Outcome | None, code: str, lines: Sequence[str], down: Mapping[str, str]) -> Verdict:
+    """Return why an attempt crashed. `code`: how its script ended, in words; `down`: its nodes that are down.
+
+    A crash because of a node is an interruption: the run is not to blame.
+    """
+    reported = outcome.reason if outcome is not None and outcome.state == "failed" else ""
+    cause = cause_of_crash(reported, lines, code)
+    if down:
+        told = f"node failure: {', '.join(down)}; {cause.line}"
+        return interrupted(replace(cause, name="node", line=told, reaction="elsewhere"))
+    if cause.name == "node":
+        return interrupted(cause)
+    return Verdict("crashed", cause.line, cause)
+
+
+def explained(verdict: Verdict, asked: Cause | None) -> Verdict:
+    """Return the verdict of an attempt that stopped because of a signal, with the reason that Slurm had to send it."""
+    if asked is None or verdict.ending == "finished" or not _SIGNAL.search(verdict.reason):
+        return verdict
+    if asked.line in verdict.reason:
+        return replace(verdict, cause=asked)
+    return Verdict(verdict.ending, f"{asked.line} ({verdict.reason})", asked)
+
+
+def by_state(job: Job) -> Cause | None:
+    """Return why Slurm ended a job, from its state; None if Slurm did not end it, or does not say why."""
+    name, line = _FROM_OUTSIDE.get(job.state, ("", ""))
+    if not name and job.state == "COMPLETING":
+        name, line = {
+            "TimeLimit": ("time-limit", "the time limit"),
+            "Preempted": ("preempted", "preempted"),
+        }.get(job.reason, ("", ""))
+    return Cause(name, line, (f"Slurm: {job.told}",), "again") if name else None
+
+
+def why_killed(chain: Chain, attempt: AttemptRecord, lines: Sequence[str]) -> Cause:
+    """Return why an attempt was killed that nobody saw end, and whose job the queue no longer shows."""
+    from ckptman.scheduler.slurm.accounting import ask_accounting  # pydantic
+
+    if (asked := asked_by(lines, attempt.job_id)) is not None:
+        return asked
+    for started in ask_accounting([attempt.job_id])[0]:
+        if started.begun is not None and started.begun <= attempt.begun_seconds + 60.0 and started.reason:
+            state = started.reason.upper().split()[0]
+            if state in _FROM_OUTSIDE:
+                name, line = _FROM_OUTSIDE[state]
+                return Cause(name, line, (f"sacct: {state}",), "again")
+            if state in ("OUT_OF_MEMORY", "FAILED"):
+                return cause_of_crash("", [*lines, state], f"killed ({state})")
+    limit = chain.spec.limit_seconds
+    last = chain.last_sign(attempt, math.inf) + _NEAR_SECONDS
+    if limit is not None and last >= attempt.begun_seconds + limit:
+        return Cause("time-limit", "the time limit", ("its last sign of life was near the time limit",), "again")
+    with suppress(CkptmanError, OSError):
+        events, _ = read_journal(chain.events.path)
+        asked_at = [each for each in events if each["time"] >= attempt.begun_seconds and each.get("event") == "signal"]
+        if asked_at:
+            line = f"killed after {asked_at[-1].get('signal')} from Slurm"
+            return Cause("asked", line, (f"events.jsonl: {asked_at[-1].get('signal')}",), "again")
+    return Cause("unknown", "killed; the cause is unknown", (), "again")
+
+
+def why_requeued(attempt: AttemptRecord, slurm: Slurm, lines: Sequence[str]) -> Cause:
+    """Return why Slurm requeued the job of an attempt."""
+    with suppress(SchedulerError):
+        if down := slurm.bad_nodes(attempt.nodes):
+            line = f"node failure: {', '.join(down)}; Slurm requeued the job"
+            return Cause("node", line, tuple(f"Slurm: {node} {why}" for node, why in down.items()), "elsewhere")
+    asked = asked_by(lines, attempt.job_id)
+    if asked is not None and asked.name != "requeued":
+        return replace(asked, line=f"{asked.line}; Slurm requeued the job")
+    return Cause("requeued", "the job was requeued", asked.evidence if asked else (), "again")

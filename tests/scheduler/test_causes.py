@@ -1,0 +1,190 @@
+"""Why attempts ended, from their logs: the first cause, not the loudest."""
+
+import pytest
+
+from ckptman.errors import ConfigError
+from ckptman.scheduler.causes import OVERRIDABLE, RULES, Cause, asked_by, cause_of_crash, parse_reactions, with_reaction
+
+GLOO = (
+    "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+    "[127.0.0.1]:24775. This is typically caused by a remote worker crashing. GLHF!"
+)
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 12, in <module>\n    main()'
+WATCHDOG = (
+    "[rank1]:[E1130 02:11:09.1 ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 600020 milliseconds before timing out."
+)
+TORCHRUN = """\
+E1130 02:11:09.100000 4711 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: -9) local_rank: 1 \
+(pid: 4712) of binary: /v/bin/python
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Root Cause (first observed failure):
+[0]:
+  host      : n2
+  rank      : 5 (local_rank: 1)
+  exitcode  : -9 (pid: 4712)"""
+
+
+@pytest.mark.parametrize(
+    ("log", "reported", "name", "line"),
+    [
+        # A rank raises: another one loses it and reports that.
+        (
+            f"{TRACEBACK}\nValueError: the data is not there\n{TRACEBACK}\n{GLOO}\n"
+            "srun: error: n1: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Terminated",
+            GLOO,
+            "exception",
+            "ValueError: the data is not there",
+        ),
+        (
+            f"[rank1]: {TRACEBACK}\n[rank1]: ValueError: no data\n[rank0]: {GLOO}",
+            GLOO,
+            "exception",
+            "rank 1: ValueError: no data",
+        ),
+        (f"0: {GLOO}\n1: KeyError: 'text'", GLOO, "exception", "rank 1: KeyError: 'text'"),
+        ("", "ValueError: the loss is NaN", "exception", "ValueError: the loss is NaN"),
+        # A process is killed: its rank alone knows nothing.
+        (
+            f"{GLOO}\nsrun: error: n1: task 1: Segmentation fault\nsrun: error: n1: task 0: Exited with exit code 1",
+            GLOO,
+            "signal",
+            "rank 1 was killed by SIGSEGV",
+        ),
+        (f"{GLOO}\nsrun: error: n2: tasks 4-7: Killed", GLOO, "signal", "ranks 4-7 were killed by SIGKILL"),
+        (f"{GLOO}\n{TORCHRUN}", GLOO, "signal", "local rank 1 was killed by SIGKILL"),
+        (
+            "script: line 4:  4711 Segmentation fault      python a.py",
+            "",
+            "signal",
+            "the program was killed by SIGSEGV",
+        ),
+        # The kernel killed it.
+        (
+            "srun: error: n1: task 1: Killed\nslurmstepd: error: Detected 1 oom_kill event in StepId=7.0. "
+            "Some of the step tasks have been OOM Killed.",
+            GLOO,
+            "host-oom",
+            "a node ran out of memory: slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.",
+        ),
+        ("", "MemoryError: Unable to allocate 2 GiB", "host-oom", "a node ran out of memory: MemoryError"),
+        (
+            "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+            "",
+            "oom",
+            "a GPU ran out of memory: rank 3: torch.OutOfMemoryError: CUDA out of memory.",
+        ),
+        ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 1 GiB", "", "oom", "a GPU ran out of memory"),
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "", "ecc", "a GPU is faulty"),
+        ("kernel: NVRM: Xid (PCI:0000:41:00): 79, GPU has fallen off the bus.", "", "ecc", "a GPU is faulty"),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", "", "gpu", "a GPU reported an error"),
+        ("RuntimeError: HIP error: invalid device function", "", "gpu", "a GPU reported an error"),
+        (WATCHDOG, "", "nccl", "a collective timed out or failed: rank 1: "),
+        (f"{TRACEBACK}\nValueError: bad\n{WATCHDOG}", "", "exception", "ValueError: bad"),
+        (
+            "",
+            "CommitError: rank 0: OSError: [Errno 28] No space left on device. Earlier checkpoints are untouched",
+            "space",
+            "no space or quota is left: CommitError: rank 0",
+        ),
+        ("OSError: [Errno 122] Disk quota exceeded: 'x'", "", "space", "no space or quota is left"),
+        ("ModuleNotFoundError: No module named 'megatron.core'", "", "import", "a module or library is missing"),
+        (
+            "ImportError: libcudart.so.12: cannot open shared object file",
+            "",
+            "import",
+            "a module or library is missing",
+        ),
+        ("script: line 3: pyhton: command not found", "", "import", "a module or library is missing"),
+        ("python: can't open file '/w/trian.py': [Errno 2] No such file or directory", "", "import", "a module"),
+        ('  File "train.py", line 3\n    x = = 2\nSyntaxError: invalid syntax', "", "import", "a module"),
+        ("OSError: [Errno 98] Address already in use", "", "port", "a port is taken"),
+        ("OSError: [Errno 116] Stale file handle: '/s/ck'", "", "filesystem", "a file system is gone"),
+        ("OSError: [Errno 5] Input/output error: '/s/data'", "", "filesystem", "a file system is gone"),
+        ("", "BusyError: ck is being written to by another run", "busy", "another run writes to the root"),
+        ("", "Stalled: no sign of life for 10 s in the step after step 12", "hang", "a rank was silent: Stalled"),
+        (f"{GLOO}\nsrun: error: Node failure on n4", GLOO, "node", "a node failed: srun: error: Node failure on n4"),
+        (GLOO, GLOO, "peer", "a rank lost the connection to another rank"),
+        ("step 1\nstep 2", "", "exit", "exit code 7"),
+        ("", "", "exit", "exit code 7"),
+        ("srun: error: n1: task 3: Exited with exit code 7", "", "exit", "task 3 ended with code 7"),
+        # What a log mentions is not what ended the attempt.
+        ("using the memory saver, to avoid CUDA out of memory", "", "exit", "exit code 7"),
+        ("OSError: a retry follows\n" + "step\n" * 400 + "KeyError: 'end'", "", "exception", "KeyError: 'end'"),
+    ],
+)
+def test_the_first_cause(log, reported, name, line):
+    found = cause_of_crash(reported, log.splitlines(), "exit code 7")
+    assert (found.name, found.line[: len(line)]) == (name, line)
+    assert len(found.line) <= 250
+    assert "\n" not in found.line
+
+
+def test_a_secret_is_not_repeated():
+    found = cause_of_crash("", ["ValueError: HF_TOKEN=abcdefghijklmnop1234 is refused"], "exit code 1")
+    assert "abcdefgh" not in found.line + "".join(found.evidence)
+
+
+def test_the_node_of_the_first_process_that_ended():
+    log = ["RuntimeError: CUDA error: uncorrectable ECC error encountered"]
+    log += ["srun: error: n3: task 6: Exited with exit code 1", "srun: error: n1: task 0: Terminated"]
+    assert cause_of_crash("", log, "exit code 1").node == "n3"
+    assert cause_of_crash("", TORCHRUN.splitlines(), "exit code 1").node == "n2"
+
+
+STEPD = "slurmstepd: error: *** JOB 334 ON n1 CANCELLED AT 2026-11-30T02:38:25{} ***"
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        (STEPD.format(" DUE TO TIME LIMIT"), "time-limit"),
+        (STEPD.format(" DUE TO PREEMPTION"), "preempted"),
+        (STEPD.format(" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS"), "node"),
+        (STEPD.format(" DUE TO JOB REQUEUE"), "requeued"),
+        (STEPD.format(""), "cancelled"),
+        (STEPD.format(" DUE TO TIME LIMIT").replace("JOB 334", "STEP 334.0"), "time-limit"),
+        (STEPD.format(" DUE TO TIME LIMIT").replace("334", "333"), None),
+        ("the job was CANCELLED DUE TO TIME LIMIT", None),
+    ],
+)
+def test_the_log_says_why_slurm_ended_a_job(line, name):
+    found = asked_by(["step 1", line], "334")
+    assert (found and found.name) == name
+
+
+def test_the_same_error_twice_holds_the_chain():
+    first = cause_of_crash("ValueError: no data at 0x7f12 of [10.0.0.1]:4711", [], "exit code 1")
+    again = cause_of_crash("ValueError: no data at 0x7f99 of [10.0.0.2]:4712", [], "exit code 1")
+    other = cause_of_crash("ValueError: no labels", [], "exit code 1")
+
+    def reaction(before, cause, has_saved=False, overrides=None):
+        return with_reaction(cause, overrides or {}, before, has_saved, any_saved=True).reaction
+
+    assert reaction(None, first) == "count"
+    assert reaction(first, again) == "hold"
+    assert reaction(first, other) == "count"
+    assert reaction(first, again, has_saved=True) == "count"
+    assert reaction(first, again, overrides={"repeat": "count"}) == "count"
+    assert reaction(first, again, overrides={"exception": "again"}) == "again"
+
+
+def test_a_missing_module_holds_a_chain_that_never_worked():
+    missing = cause_of_crash("ModuleNotFoundError: No module named 'x'", [], "exit code 1")
+    assert with_reaction(missing, {}, None, False, any_saved=False).reaction == "hold"
+    assert with_reaction(missing, {}, None, False, any_saved=True).reaction == "count"
+
+
+def test_reactions_of_the_user():
+    assert parse_reactions(["oom=again", " import = count "]) == {"oom": "again", "import": "count"}
+    with pytest.raises(ConfigError, match="no cause 'omo'; known: node, oom, host-oom"):
+        parse_reactions(["omo=again"])
+    with pytest.raises(ConfigError, match="'sometimes' is not a reaction; choose one of again, elsewhere"):
+        parse_reactions(["oom=sometimes"])
+
+
+def test_every_rule_has_its_own_name_and_a_remedy():
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert all(rule.remedy and rule.title for rule in RULES)
+    assert set(OVERRIDABLE) < {rule.name for rule in RULES}
+    assert Cause("no such rule", "x").remedy
