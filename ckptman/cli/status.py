@@ -27,15 +27,24 @@ WATCH_SECONDS = 5.0
 
 
 def status(
-    roots: Annotated[list[Path], path_argument("ROOT...", "Folders that hold the checkpoints of a run.")],
+    roots: Annotated[
+        list[Path] | None,
+        path_argument("[ROOT]...", "Folders that hold the checkpoints of a run (default: of the chains from here)."),
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again, until Ctrl-C.")] = False,
     every: Annotated[str, option("--every", "TIME", "How often --watch looks (default: 5s).")] = f"{WATCH_SECONDS:g}s",
     no_slurm: Annotated[bool, typer.Option("--no-slurm", help="Do not ask Slurm what is in the queue.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show how runs stand: step, last and next save, job, chain, and when they end."""
-    from ckptman.monitoring.status import read_status
+    from ckptman.monitoring.status import read_status, roots_of_chains
 
+    if not roots:
+        roots = roots_of_chains(Path.cwd())
+        if not roots:
+            raise NotFoundError(
+                "no chain that was submitted from here has saved yet: name ROOT, or see ckptman chain list"
+            )
     if watch and as_json:
         raise ConfigError("--watch is for people, and --json for programs: call it again and again")
     if watch:

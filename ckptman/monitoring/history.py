@@ -165,7 +165,9 @@ def read_history(root: str | os.PathLike[str], now: float) -> RunHistory:
     notes = [f"{torn} of the lines of its journal cannot be read, and are left out"] if torn else []
     history = history_of(root, events, now=now, notes=notes)
     if history.last is None:
-        raise NotFoundError(f"there is no run in {root}: its journal tells of no attempt")
+        raise NotFoundError(
+            f"there is no run of ckptman in {root}: for other programs, see ckptman status and ckptman chain show"
+        )
     return history
 
 

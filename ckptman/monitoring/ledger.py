@@ -34,8 +34,10 @@ KINDS: Mapping[Kind, str] = {
 """All kinds, in the order in which they are shown, and what each is."""
 FAILURES = ("failed", "killed", "crashed", "interrupted")
 """Ends that nobody asked for."""
+HEARTBEAT_SECONDS = 30.0
+"""An attempt records so often that steps end."""
 SILENCE_SECONDS, SILENCE_STEPS = 90.0, 10
-"""An attempt that says every 30 s that steps end, and has said nothing for so long and so many steps, makes none."""
+"""An attempt that has recorded nothing for so long and so many steps makes none."""
 Now = Literal["running", "queued", "starting", "over"]
 """What a run is at: it trains; its next job waits, or has begun and does not train yet; or nothing of it is there."""
 
@@ -244,10 +246,14 @@ class _Counter:
         if attempt.ended is not None:
             silent_since = trained = last_heard
         else:
-            # One that speaks is taken to have trained on if it was killed soon after; of another nobody knows.
+            # If it was killed, it can have trained until its next heartbeat; the rest passed until Slurm noticed.
             is_silent = attempt.speaks and ends - last_heard > silence_seconds(attempt)
-            goes_on = attempt is self._alive or attempt.speaks
-            trained = silent_since = ends if goes_on and not is_silent else last_heard
+            trained = last_heard
+            if attempt is self._alive and not is_silent:
+                trained = ends
+            elif attempt.speaks and not is_silent:
+                trained = min(ends, last_heard + max(HEARTBEAT_SECONDS, attempt.step_seconds or 0.0))
+            silent_since = trained
         for place, stretch in enumerate(attempt.stretches):
             following = attempt.stretches[place + 1].begin if place + 1 < len(attempt.stretches) else None
             self._start(attempt, stretch)
@@ -262,7 +268,7 @@ class _Counter:
         elif attempt.first_step is None:
             self._advance("starting", ends)
         else:
-            self._advance("hung" if attempt.speaks else "unknown", ends)
+            self._advance("hung" if is_silent else "ending" if attempt.speaks else "unknown", ends)
 
     def _restore(self, attempt: Attempt, until: float) -> None:
         for begin, end in attempt.restores:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +17,10 @@ from ckptman.format.paths import check_is_no_checkpoint, journal_path
 from ckptman.monitoring.history import Attempt, RunHistory, chain_folders, history_of
 from ckptman.policies.retention_rules import is_known_time
 from ckptman.runtime.journal import read_journal
-from ckptman.scheduler.chain_record import Chain, State
+from ckptman.scheduler.chain_record import Chain, State, find_chains
+from ckptman.scheduler.history import root_of
 from ckptman.scheduler.local_record import is_gone
+from ckptman.scheduler.progress import Newest, find_newest, latest
 from ckptman.scheduler.slurm.commands import Job, ask_queue
 
 RunState = Literal["running", "silent", "starting", "queued", "finished", "stopped", "failed", "killed", "not started"]
@@ -86,6 +89,29 @@ def read_status(roots: Sequence[str | os.PathLike[str]], now: float, *, slurm: b
     return [look.status(now, queue) for look in looks]
 
 
+def roots_of_chains(base: Path) -> list[Path]:
+    """Return where the chains that were submitted from a directory save, each place once, and the chains that go on
+    last. A chain that has not saved yet has none. Raises: OSError."""
+    found: dict[Path, bool] = {}
+    for chain in find_chains(base):
+        with suppress(CkptmanError):
+            if (root := _root_of(chain)) is not None:
+                found[root] = found.pop(root, False) or chain.state.state in ("active", "paused")
+    return sorted(found, key=lambda root: found[root])
+
+
+def _root_of(chain: Chain) -> Path | None:
+    """Return where a chain saves: the root its attempts named, or the folder of its newest checkpoint."""
+    if root := root_of(chain):
+        return Path(root)
+    newest = _newest_of(chain)
+    return Path(newest.path).parent if newest is not None else None
+
+
+def _newest_of(chain: Chain) -> Newest | None:
+    return latest(next((end.newest for end in reversed(chain.ends().values()) if end.newest), {}))
+
+
 @dataclass
 class _Look:
     """What was found in one root."""
@@ -101,6 +127,8 @@ class _Look:
     lives: bool | None = False
     """Whether its last process does; None: this machine cannot tell."""
     trouble: str = ""
+    newest: Newest | None = None
+    """Of a program that saves in its own way."""
 
     @classmethod
     def at(cls, root: Path, now: float) -> _Look:
@@ -115,9 +143,21 @@ class _Look:
             last = look.history.last
             if owner is not None and last is not None and owner.run_id != last.run_id:
                 look.lives = False  # somebody works in the root, such as a rollback, and not the run
+            if last is None and not look.entries:
+                look._look_for_other_programs()
         except (CkptmanError, OSError) as error:
             look.trouble = str(error)
         return look
+
+    def _look_for_other_programs(self) -> None:
+        """Look for the checkpoints of a program that saves in its own way, and for its chain among those from here."""
+        self.newest = latest(find_newest((str(self.root),), Path.cwd()))
+        for chain in reversed(find_chains(Path.cwd())):
+            if _root_of(chain) == self.root.resolve():
+                self.chain, self.chain_state = chain, chain.state
+                self.goes_on = self.chain_state.state == "active" and not is_gone(chain.spec, self.chain_state)
+                self.job_ids = tuple(job.job_id for job in chain.jobs()[-3:])
+                return
 
     def _look_at_chain(self) -> None:
         last = self.history.last if self.history is not None else None
@@ -146,6 +186,8 @@ class _Look:
             "trouble": self.trouble,
         }
         last = self.history.last if self.history is not None else None
+        if last is None and self.newest is not None:
+            return self._of_other_program(self.newest, queue)
         if last is None:
             return Status(str(self.root), "not started", **saved)
         state, reason = self._state(last, now, queue)
@@ -178,6 +220,35 @@ class _Look:
             queue=self._queue(queue),
             health=_breaches(self.history, last),
             **saved,
+        )
+
+    def _of_other_program(self, newest: Newest, queue: Mapping[str, Job] | None) -> Status:
+        state: RunState = "stopped"
+        chain, reason = self.chain, "its newest checkpoint is all that is known of it"
+        if chain is not None and self.chain_state is not None:
+            runs = [job for job_id, job in (queue or {}).items() if job_id in self.job_ids and job.runs]
+            waits = [job for job_id, job in (queue or {}).items() if job_id in self.job_ids and job.waits]
+            reason = "" if self.goes_on else self.chain_state.reason
+            if self.goes_on and (runs or chain.spec.scheduler == "local"):
+                state = "running"
+            elif self.goes_on and waits:
+                state = "queued"
+            elif self.chain_state.state == "finished":
+                state = "finished"
+        return Status(
+            str(self.root),
+            state,
+            reason,
+            step=newest.step or None,
+            saved_step=newest.step,
+            saved=newest.time_seconds,
+            places=("disk",),
+            bytes=newest.size_bytes,
+            checkpoints=1,
+            chain=str(chain.folder) if chain is not None else "",
+            chain_state=self.chain_state.state if self.chain_state is not None else "",
+            queue=self._queue(queue),
+            trouble=self.trouble,
         )
 
     def _state(self, last: Attempt, now: float, queue: Mapping[str, Job] | None) -> tuple[RunState, str]:
