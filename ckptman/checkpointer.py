@@ -43,6 +43,7 @@ from ckptman.run import checkpoint_at
 from ckptman.runtime.deadline import deadline_from_environment
 from ckptman.runtime.launcher import code_for_again, end_launcher_at_exit
 from ckptman.runtime.log import show_by_default
+from ckptman.runtime.notify import Notify
 from ckptman.runtime.signals import SignalHandler, free_signals
 from ckptman.runtime.tracker import Tracker
 from ckptman.saving.finite_check import OnNonfinite
@@ -67,6 +68,7 @@ from ckptman.session.run_health import RunHealth, thresholds_of
 from ckptman.session.run_health import Setting as HealthSetting
 from ckptman.session.run_health import finish as finish_health
 from ckptman.session.run_memory import RunMemory, age_on_disk, newest_on_disk
+from ckptman.session.run_notes import RunNotes, check_notify
 from ckptman.session.run_session import RunSession, failed_start_reported
 from ckptman.session.step_consensus import Agreed, StepConsensus
 from ckptman.session.step_reporter import StepReporter
@@ -159,6 +161,8 @@ class Checkpointer:
         memory: save to the memory of the nodes, too, and more often (see `MemoryTier`); None: to disk alone. Where that
             cannot be, a warning says why, and training goes on with disk alone.
         trackers: what hears of each step and each event, on rank 0 (see `Tracker`).
+        notify: a command for the shell, or a function that takes a dict. It gets a note if the run stalls, crashes or
+            ends, or if the disk is nearly full (see `docs/stopping.md`). None: the command of the chain, if any.
         timeout_seconds: for how long a rank waits for the others before it gives up.
         watchdog: seconds after which a step that does not end counts as stuck and the process is ended (see
             `policies.hang_timeout`); "auto": 600 (555 with NCCL, which gives up at 600) where there are several
@@ -204,6 +208,7 @@ class Checkpointer:
         keep_warm: bool = False,
         memory: MemoryTier | None = None,
         trackers: Sequence[Tracker] = (),
+        notify: Notify | None = None,
         timeout_seconds: float = 1800.0,
         watchdog: Setting = "auto",
         health: HealthSetting = "auto",
@@ -214,6 +219,7 @@ class Checkpointer:
         self._policy, keeps = policies_of(save_policy, save_on_stop, retention)
         check_arguments(root, state, keeps, on_full, nonfinite, deadline, timeout_seconds, watchdog, signals)
         check_trackers(trackers)
+        check_notify(notify)
         self._metadata = metadata_of(metadata)
         thresholds = thresholds_of(health)
         show_by_default()
@@ -237,7 +243,8 @@ class Checkpointer:
                 end = self._control.run_on_leader(
                     lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
                 )
-            self._watchdog = make_watchdog(watchdog, self._control, self._session)
+            self._notes = RunNotes(notify, self._session, os.environ)
+            self._watchdog = make_watchdog(watchdog, self._control, self._session, self._notes)
             undone.callback(self._watchdog.close)
             self._timeout_seconds, self._nonfinite = timeout_seconds, nonfinite
             self._hooks = OptimizerHooks(self._state)
@@ -957,11 +964,11 @@ class Checkpointer:
         """Be closed: nothing is told at exit, and signals that were taken here are given back."""
         self._left_open.detach()
         self._opened.forget()
-        try:
+        with contextlib.ExitStack() as rest:
+            rest.callback(self._listening.close)
+            rest.callback(self._notes.close)
             if self._reporter is not None:
                 self._reporter.close()
-        finally:
-            self._listening.close()
 
     def _fail(self, error: BaseException) -> None:
         """End with an error: do nothing that needs the other ranks, who may be gone."""

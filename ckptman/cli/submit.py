@@ -67,6 +67,10 @@ On = Annotated[
     list[str] | None,
     option("--on", "CAUSE=REACTION", "Of a crash: again, elsewhere, wait, count or hold, as in oom=again. Or @FILE."),
 ]
+Notify = Annotated[
+    str | None,
+    option("--notify", "'COMMAND ...'", "A command that gets a note on each crash, bad node and stop, and on the end."),
+]
 Another = Annotated[bool, typer.Option("--another", help="Even if a chain of the same script goes on already.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be submitted, and leave no trace.")]
 
@@ -85,6 +89,7 @@ def submit(
     progress: Progress = None,
     done: Done = None,
     on: On = None,
+    notify: Notify = None,
     sbatch: Sbatch = None,
     exit_zero: ExitZero = False,
     chain_dir: ChainDir = None,
@@ -106,6 +111,9 @@ def submit(
         if value is not None:
             check_count("submit", name, value)
     reactions = _reactions(on or ())
+    from ckptman.scheduler.chain_notes import check_notify
+
+    notify = check_notify(notify)
     now = time.time()
     if scheduler == "local":
         unknown = {
@@ -134,6 +142,7 @@ def submit(
             progress=tuple(progress or ()),
             done=done or "",
             on=reactions,
+            notify=notify,
         )
         raise typer.Exit(code)
     if scheduler != "slurm":
@@ -151,6 +160,7 @@ def submit(
         done=done or "",
         on=reactions,
         exit_zero=exit_zero,
+        notify=notify,
         mode="requeue" if requeue else "upfront" if upfront else "successor",
         upfront=upfront or 1,
         crash_limit=crash_limit,

@@ -87,6 +87,11 @@ def _save_failed(fields: Mapping[str, Any]) -> str:
     return f"the save of step {fields['step']} failed{who}: {fields['cause']}"
 
 
+def _nearly_full(fields: Mapping[str, Any]) -> str:
+    free, needed = bytes_text(fields["free_bytes"]), bytes_text(fields["save_bytes"])
+    return f"the disk is nearly full: {free} are free, and a save takes {needed}. Free some with ckptman prune"
+
+
 def _finished(fields: Mapping[str, Any]) -> str:
     return f"finished after step {fields['step']}: exit code 0" + (", and the chain ends" if _in_chain() else "")
 
@@ -114,6 +119,7 @@ _LINES: dict[str, tuple[int, Callable[[Mapping[str, Any]], str]]] = {
         logging.INFO,
         lambda fields: f"copied step {fields['step']} to {fields['tier']} in {duration_text(fields['seconds'])}",
     ),
+    "disk_nearly_full": (logging.WARNING, _nearly_full),
     "memory_on": (logging.INFO, _memory_on),
     "tracker_failed": (logging.WARNING, lambda fields: f"{fields['tracker']}: {fields['cause']}"),
     "stop_asked": (logging.INFO, lambda fields: f"stopping after step {fields['step']}: {fields['reason']}"),

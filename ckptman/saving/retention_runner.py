@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -29,6 +30,8 @@ _GENTLY_SECONDS = 0.05
 """Between two files that are removed, while the run saves."""
 _MOST_BYTES_AHEAD = 1.1
 """Room for a save: as much as the one before took, and a little more."""
+_SAVES_AHEAD = 2
+"""A disk with room for fewer saves is nearly full."""
 
 
 class RetentionRunner:
@@ -52,6 +55,7 @@ class RetentionRunner:
         self._remover = Remover(backend.disk, lambda path, error: self._failed(f"{path}: {error}"))
         self._warned = False
         self._newest_bytes = 0
+        self._is_nearly_full = False
         if claim is None:
             return
         try:
@@ -76,8 +80,10 @@ class RetentionRunner:
         """Let deletions give way to a save that is about to write, unless it needs the room that they make."""
         if self._claim is None:
             return
-        if self._remover.pending and self._is_short():
+        if self._remover.pending and self._free_bytes() < self._newest_bytes * _MOST_BYTES_AHEAD:
             self._remover.drain()
+        if not self._remover.pending:
+            self._look_at_room(self._free_bytes())
         self._remover.slow_down(True)
 
     def save_ended(self) -> None:
@@ -147,12 +153,19 @@ class RetentionRunner:
             self._note("pruned", step=verdict.record.step, reason="; ".join(verdict.reasons))
         return pruned, [verdict.record.step for verdict in gone]
 
-    def _is_short(self) -> bool:
+    def _free_bytes(self) -> float:
         try:
             space = os.statvfs(self._root)
         except OSError:
-            return True
-        return space.f_bavail * space.f_frsize < self._newest_bytes * _MOST_BYTES_AHEAD
+            return math.inf  # a save says what is wrong
+        return space.f_bavail * space.f_frsize
+
+    def _look_at_room(self, free_bytes: float) -> None:
+        """Note that the disk is nearly full, when that begins."""
+        is_nearly_full = free_bytes < self._newest_bytes * _SAVES_AHEAD
+        if is_nearly_full and not self._is_nearly_full:
+            self._note("disk_nearly_full", free_bytes=int(free_bytes), save_bytes=self._newest_bytes)
+        self._is_nearly_full = is_nearly_full
 
     def _failed(self, cause: str) -> None:
         self._note("prune_failed", cause=cause)

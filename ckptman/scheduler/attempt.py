@@ -23,10 +23,12 @@ from pathlib import Path
 from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
 from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Ending
+from ckptman.runtime.notify import NOTIFY_ENV
 from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV, Outcome, is_dead
 from ckptman.scheduler.attempt_log import log_lines, logs_of_this_process
 from ckptman.scheduler.causes import Cause, asked_by
 from ckptman.scheduler.chain import Say, judge, patient
+from ckptman.scheduler.chain_notes import notes_of
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, ChainState, JobRecord, Spec
 from ckptman.scheduler.finished import by_done
 from ckptman.scheduler.history import (
@@ -218,6 +220,7 @@ class Supervisor:
             ATTEMPT_ENV: str(attempt.number),
             OUTCOME_ENV: str(self._chain.outcome_path(attempt.number)),
             CHAIN_ENV: str(self._chain.folder),
+            NOTIFY_ENV: spec.notify,
             "PWD": self._workdir,
         }
         arguments = spec.arguments if has_begun else (*spec.arguments, *spec.first_arguments)
@@ -424,7 +427,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         replaces = arguments[3] if len(arguments) > 3 else ""
         slurm, workdir = slurm_of(chain.spec), arguments[2]
-        return Supervisor(chain, int(arguments[1]), os.environ, slurm, workdir, say=say, replaces=replaces).run()
+        with notes_of(chain, chain.spec.notify, say):
+            return Supervisor(chain, int(arguments[1]), os.environ, slurm, workdir, say=say, replaces=replaces).run()
     except CkptmanError as error:
         say(f"Error: {error}")
         return error.exit_code

@@ -53,6 +53,7 @@ class Wish(_Record):
     that does not save with ckptman. `done`: a file, a glob pattern or a command that tells that it is finished.
     `on`: reactions to causes of a crash, by name, in place of the usual ones. `exit_zero`: a job whose attempt stopped
     exits with 0, so that Slurm does not call it failed.
+    `notify`: a command that is told how the chain and its attempts end.
     """
 
     arguments: tuple[str, ...] = ()
@@ -66,6 +67,7 @@ class Wish(_Record):
     done: str = ""
     on: Mapping[str, Reaction] = {}
     exit_zero: bool = False
+    notify: str = ""
     max_attempts: int | None = None
     max_walltime_seconds: float | None = None
     until_seconds: float | None = None
@@ -223,8 +225,10 @@ class Chain:
     def turn(self, state: ChainState, reason: str, now: float, **changed: int) -> None:
         """Change the state, and note it. `changed`: other fields of `State`, which else stay as they are."""
         new = {"state": state, "reason": reason, "time_seconds": now, **changed}
-        self._replace("state.json", self.state.model_copy(update=new))
-        self.events.record(state, sync=True, reason=reason)
+        try:
+            self._replace("state.json", self.state.model_copy(update=new))
+        finally:  # whoever listens is told on a full disk, too
+            self.events.record(state, sync=True, reason=reason)
 
     def jobs(self) -> list[JobRecord]:
         """All jobs, in the order of their numbers."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, RootError, SchedulerError
 from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Attempt, Reaction, counts_as_saved, decide
+from ckptman.runtime.notify import NOTIFY_ENV
 from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV, read_outcome
 from ckptman.scheduler.attempt_log import log_lines
 from ckptman.scheduler.causes import Cause, with_reaction
@@ -36,7 +37,7 @@ GRACE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class _Limits:
-    """When a chain ends: see `run_chain`."""
+    """When a chain ends, and who is told: see `run_chain`."""
 
     crash_limit: int
     max_attempts: int | None
@@ -44,6 +45,7 @@ class _Limits:
     progress: tuple[str, ...]
     done: str
     on: Mapping[str, Reaction]
+    notify: str
 
 
 def run_chain(
@@ -57,13 +59,14 @@ def run_chain(
     progress: Sequence[str] = (),
     done: str = "",
     on: Mapping[str, Reaction] | None = None,
+    notify: str = "",
 ) -> int:
     """Run `command` again and again until it is finished. Exit code 0: finished; 75: asked to stop, run it again.
 
     How an attempt ended is read from the outcome it wrote to `chain_dir`, and only without one from its exit code.
     `say` gets one line per attempt. `progress`: where the checkpoints of a program are that does not save with ckptman.
     `done`: a file, a glob pattern or a command that tells that it is finished. `on`: reactions to causes of a crash, by
-    name, in place of the usual ones.
+    name, in place of the usual ones. `notify`: a command that is told how the chain and its attempts end.
 
     Raises: SchedulerError (`crash_limit` attempts in a row crashed with no new checkpoint, or `stall_limit` ended so in
     whatever way, the last of `max_attempts` crashed, the checkpoints are gone, or the command cannot be started),
@@ -76,16 +79,18 @@ def run_chain(
     # An outcome of an earlier chain would be read as that of an attempt that died before it wrote one.
     if any(chain_dir.glob("outcome-*.json")):
         raise ExistsError(f"{chain_dir} holds the outcomes of an earlier chain: name a new folder, or remove this one")
+    from ckptman.scheduler.chain_notes import notes_of
     from ckptman.scheduler.local_record import LocalRecord
 
     record = LocalRecord(chain_dir, command, tell, since_seconds, crash_limit, max_attempts)
-    try:
-        limits = _Limits(crash_limit, max_attempts, stall_limit, tuple(progress), done, on or {})
-        code, reason = _run_attempts(command, chain_dir, tell, record, limits)
-    except BaseException as error:
-        record.turn("stopped", str(error) or type(error).__name__)
-        raise
-    record.turn("finished" if code == EXIT_OK else "stopped", reason)
+    with notes_of(record.chain, notify, tell):
+        try:
+            limits = _Limits(crash_limit, max_attempts, stall_limit, tuple(progress), done, on or {}, notify)
+            code, reason = _run_attempts(command, chain_dir, tell, record, limits)
+        except BaseException as error:
+            record.turn("stopped", str(error) or type(error).__name__)
+            raise
+        record.turn("finished" if code == EXIT_OK else "stopped", reason)
     if code is None:
         raise SchedulerError(f"the chain ends: {reason}. Remove the cause and submit again")
     return code
@@ -111,7 +116,12 @@ def _run_attempts(
         while (stop := scheduler.stop_asked()) is None:
             number = len(attempts) + 1
             outcome_file = chain_dir / f"outcome-{number}.json"
-            marks = {ATTEMPT_ENV: str(number), OUTCOME_ENV: str(outcome_file), CHAIN_ENV: str(chain_dir)}
+            marks = {
+                ATTEMPT_ENV: str(number),
+                OUTCOME_ENV: str(outcome_file),
+                CHAIN_ENV: str(chain_dir),
+                NOTIFY_ENV: limits.notify,
+            }
             record.begin(number)
             begun_seconds = time.time()
             returncode = scheduler.run_attempt(command, {**os.environ, **marks})

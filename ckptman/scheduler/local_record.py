@@ -60,10 +60,10 @@ class LocalRecord:
             workdir=str(Path.cwd()),
             created_seconds=now,
         )
-        self._chain = Chain(folder)
+        self.chain = Chain(folder)
         with suppress(NotFoundError, CorruptError):
-            earlier = self._chain.spec
-            if earlier.scheduler == "slurm" or (self._chain.state.state == "active" and is_running(earlier)):
+            earlier = self.chain.spec
+            if earlier.scheduler == "slurm" or (self.chain.state.state == "active" and is_running(earlier)):
                 raise ExistsError(f"{folder} is the folder of another chain: name a new one")
         with self._patience():
             Chain.create_local(folder, spec)
@@ -80,13 +80,13 @@ class LocalRecord:
             begun_seconds=time.time(),
         )
         with self._patience():
-            self._chain.begin(self.attempt)
+            self.chain.begin(self.attempt)
 
     def end(
         self, attempt: Attempt, returncode: int, outcome: Outcome | None, sequence: int, cause: Cause | None
     ) -> None:
         with self._patience():
-            self._chain.end(
+            self.chain.end(
                 EndRecord(
                     number=attempt.number,
                     ending=attempt.outcome,
@@ -102,10 +102,11 @@ class LocalRecord:
                     reaction=attempt.reaction,
                 )
             )
+        self.chain.events.record("end", attempt=attempt.number, ending=attempt.outcome, reason=attempt.reason)
 
     def turn(self, state: ChainState, reason: str) -> None:
         with self._patience():
-            self._chain.turn(state, reason, time.time())
+            self.chain.turn(state, reason, time.time())
 
     @contextmanager
     def _patience(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from ckptman.policies.hang_timeout import Patience, Stall, ahead_of
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.outcome import ATTEMPT_ENV, read_outcome, report_node
 from ckptman.runtime.watchdog import PART_SECONDS, Watchdog, end_process, say, within, write_stacks
+from ckptman.session.run_notes import STALLED, RunNotes
 from ckptman.session.run_session import RunSession
 
 Setting = float | Patience | Literal["auto"] | None
@@ -55,7 +56,7 @@ def patience_of(
     return replace(patience, speak_seconds=ahead_of(abort_seconds))
 
 
-def make_watchdog(setting: Setting, control: Channel, session: RunSession) -> Watchdog:
+def make_watchdog(setting: Setting, control: Channel, session: RunSession, notes: RunNotes) -> Watchdog:
     """Return the watchdog of this rank, which watches from now on unless `setting` says otherwise. Raises:
     ConfigError."""
     # The smallest on any rank: all look at about the same time, and some ranks are in more groups than others.
@@ -64,7 +65,7 @@ def make_watchdog(setting: Setting, control: Channel, session: RunSession) -> Wa
     # Told now: where rank 0 keeps the store, nobody could ask for it later.
     report = HangReport(control.rank, control.world_size, session.number, control.broadcast(this_process()))
     look_seconds = (patience or Patience()).look_seconds
-    words = LastWords(report, session, control.rank, control.world_size, look_seconds)
+    words = LastWords(report, session, notes, control.rank, control.world_size, look_seconds)
     watchdog = Watchdog(patience, words, words.speak)
     if patience is not None:
         report.register()
@@ -82,17 +83,25 @@ class LastWords:
     """
 
     def __init__(
-        self, report: HangReport, session: RunSession, rank: int, world_size: int, look_seconds: float
+        self,
+        report: HangReport,
+        session: RunSession,
+        notes: RunNotes,
+        rank: int,
+        world_size: int,
+        look_seconds: float,
     ) -> None:
-        self._report, self._session, self._rank, self._world_size = report, session, rank, world_size
+        self._report, self._session, self._notes = report, session, notes
+        self._rank, self._world_size = rank, world_size
         # The others look at other times, and learnt a little more or less.
         self._report_seconds = 2.0 + 4 * look_seconds
 
     def __call__(self, stall: Stall, arm: Callable[[float], None]) -> None:
-        arm(self._report_seconds + 8 * PART_SECONDS)
+        arm(self._report_seconds + 8 * PART_SECONDS + self._notes.close_seconds)
         text, stacks = self._text(stall), stacks_path(self._session.root, self._session.number, self._rank)
         saying = (self._report_seconds + 4 * PART_SECONDS, lambda: self._say(stall))
-        end_process(text, stacks, [saying, (PART_SECONDS, abort_process_group)])
+        noting = (self._notes.close_seconds, self._notes.close)
+        end_process(text, stacks, [saying, (PART_SECONDS, abort_process_group), noting])
 
     def speak(self, stall: Stall) -> None:
         """Say where this rank is, and who else is silent, while the process goes on: NCCL may end it soon."""
@@ -128,13 +137,14 @@ class LastWords:
     def _write(self, stall: Stall, who: str) -> None:
         """Say on disk how the attempt ended: the outcome first, which is what a chain goes by."""
         session, step = self._session, stall.step
-        reason = f"Stalled: {stall}; {who}"
+        reason = f"{STALLED}: {stall}; {who}"
+        self._notes.stalled(session.number, step, f"{stall}; {who}")
         within(PART_SECONDS / 2, lambda: session.write_outcome("failed", step, reason, EXIT_STALLED))
         if session.journal is None:
             session.journal = Journal(journal_path(session.root))
             session.journal.bind(attempt=session.number)
         silent = {"silent_seconds": stall.waited_seconds}
-        session.note("failed", sync=True, step=step, reason=reason, error="Stalled", cause="environment", **silent)
+        session.note("failed", sync=True, step=step, reason=reason, error=STALLED, cause="environment", **silent)
         for node, why in self._report.bad_nodes().items():
             report_node(node, why, os.environ)
 

@@ -1,5 +1,6 @@
 """The chain is tested with its scheduler; here: what is written on the command line arrives, and what comes back."""
 
+import json
 import sys
 
 import pytest
@@ -85,3 +86,47 @@ def test_done_says_what_finished_means(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "attempt 1 stopped: exit code 0; not finished, as --done all-* is not there" in told
     assert "attempt 3 finished: exit code 0; --done all-* is there" in told
+
+
+NOTES = 'cat >> "$NOTES"'
+"""A notifier."""
+
+
+def _notes(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_notify_tells_of_a_crash_once_and_of_the_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    assert _submit(tmp_path, "1,1,75,0", "--notify", NOTES) == (0, 4)
+    crashed, finished = sorted(_notes(tmp_path / "notes"), key=lambda note: note["event"])
+    folder = tmp_path / "chain"
+    assert finished.pop("time") >= crashed.pop("time")
+    facts = {"chain": str(folder), "job_id": "", "step": 0, "root": ""}
+    reason = {"reason": "exit code 1"}
+    line = "attempt 1 of chain chain crashed: exit code 1"
+    assert crashed == {"event": "crashed", "line": line, "attempt": 1, **facts, **reason}
+    line = "chain chain has finished: exit code 0"
+    assert finished == {"event": "finished", "line": line, "attempt": 4, **facts, "reason": "exit code 0"}
+    assert "notify" not in capsys.readouterr().out
+
+
+def test_notify_tells_of_a_chain_that_stops(tmp_path, monkeypatch):
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    assert _submit(tmp_path, "1", "--crash-limit", "1", "--notify", NOTES) == (8, 1)
+    events = {note["event"]: note for note in _notes(tmp_path / "notes")}
+    assert {*events} == {"crashed", "stopped"}
+    assert events["stopped"]["line"].startswith("chain chain has stopped: 1 attempt crashed within 10 min")
+
+
+def test_a_notifier_that_fails_is_a_line_and_no_more(tmp_path, capsys):
+    assert _submit(tmp_path, "1,0", "--notify", "no-such-notifier") == (0, 2)
+    told = capsys.readouterr().out
+    assert told.count("no-such-notifier") == 1
+    assert "--notify failed (exit code 127: " in told
+
+
+@pytest.mark.parametrize("options", [["--scheduler", "local", "--", "true"], ["train.sbatch"]], ids=["local", "slurm"])
+def test_an_empty_notifier_is_refused(options, capsys):
+    assert main(["submit", "--notify", " ", *options]) == 2
+    assert "--notify is empty: give a command" in capsys.readouterr().err

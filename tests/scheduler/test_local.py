@@ -164,7 +164,7 @@ def test_what_an_attempt_is_told(tmp_path, monkeypatch):
         patch.setattr(os, "environ", environ)
         assert run_chain(["train"], Path("chain"), [].append) == 0
     folder = f"{tmp_path}/chain"
-    told = {"PATH": "/bin", "CKPTMAN_CHAIN": folder}
+    told = {"PATH": "/bin", "CKPTMAN_CHAIN": folder, "CKPTMAN_NOTIFY": ""}
     assert scheduler.seen == [
         {**told, "CKPTMAN_ATTEMPT": str(n), "CKPTMAN_OUTCOME": f"{folder}/outcome-{n}.json"} for n in (1, 2)
     ]
