@@ -281,7 +281,13 @@ class Checkpointer:
                 undone.callback(self._reporter.close)
             self._recorder = StepRecorder(self._state, self._hooks)
             self._consensus = StepConsensus(
-                self._control, self._policy, self._timings, self._signals, self._saver, self._recorder
+                self._control,
+                self._policy,
+                self._timings,
+                self._signals,
+                self._saver,
+                self._recorder,
+                self._session.requests,
             )
             self._consensus.memory = self._memory.saves if self._memory is not None else None
             self._health = None

@@ -45,6 +45,7 @@ _VERBS = {
     "simulate": ("Plan", "simulate:simulate", "plays a month of failures against intervals"),
     "submit": ("Run", "submit:submit", "runs a batch script or a command until it is finished"),
     "chain": ("Run", "chain:chain_app", "shows, follows, holds and ends chains of attempts"),
+    "ask": ("Run", "ask:ask", "has a running training save, stop, or stop and stay stopped"),
     "template": ("Run", "template:template", "makes a batch script for Slurm"),
 }
 """Each verb with its panel, module and function, and what it does: the order and the text of `--help`, for which no

@@ -8,7 +8,7 @@ step-0000000100.trash-X      deleted, being removed
                              X is a tag that ckptman makes (see `_TAG`); with any other, the name is somebody's own
 .ckptman/                    the run's own files: journal.jsonl, metrics.jsonl, outcome.json, owner-000001.json,
                              lease-0a1b2c3d.json, rollback-000001.json, tiers.json, drained.json, root.json,
-                             tier-of.json, stacks-2-rank00003.txt, wandb-steps.jsonl
+                             tier-of.json, stacks-2-rank00003.txt, wandb-steps.jsonl, ask-save-0a1b2c3d-4e5f6a7b
 """
 
 from __future__ import annotations
@@ -50,10 +50,23 @@ _LIKE_STEP = re.compile(r"step-([0-9]{10})\.(?:tmp|old|abandoned|trash)-.+", re.
 _OWNER = re.compile(r"owner-([0-9]{6,})\.json", re.ASCII)
 _ROLLBACK = re.compile(r"rollback-([0-9]{6,})\.json", re.ASCII)
 _LEASE = re.compile(r"lease-[0-9a-f]{8}\.json", re.ASCII)
+_REQUEST = re.compile(r"ask-(?P<what>save|stop|hold)-(?P<claim>[0-9a-f]{8})-(?P<id>[0-9a-f]{8})", re.ASCII)
 _HALF_WRITTEN = re.compile(r".+\.tmp-([0-9]+)-[0-9a-f]{8}", re.ASCII | re.DOTALL)
 _DATA = re.compile(r"__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp", re.ASCII)
 _OF_RANK = re.compile(r"__(?P<data>[0-9]+)_0\.distcp|(?:blocks|values)-(?P<other>[0-9]{5,})\.(?:bin|json)", re.ASCII)
 MAX_STEP = 10**10 - 1
+
+
+Ask = Literal["save", "stop", "hold"]
+"""The requests of `ckptman ask`."""
+
+
+class RequestName(NamedTuple):
+    """A parsed request to a run. `claim`: the nonce of the claim of the attempt that it is for."""
+
+    what: Ask
+    claim: str
+    id: str
 
 
 class StepName(NamedTuple):
@@ -220,6 +233,22 @@ def lease_path(root: Path, nonce: str) -> Path:
 def is_lease(name: str) -> bool:
     """Return whether a name is that of a lease."""
     return _LEASE.fullmatch(name) is not None
+
+
+def request_path(root: Path, request: RequestName) -> Path:
+    """Return the path of a request to a run (see `runtime.requests`)."""
+    return root / DOT / "-".join(("ask", *request))
+
+
+def is_like_request(name: str) -> bool:
+    """Return whether a name begins as that of a request."""
+    return name.startswith("ask-")
+
+
+def parse_request(name: str) -> RequestName | None:
+    """Return the request in a name, or None if the name is not that of one."""
+    match = _REQUEST.fullmatch(name)
+    return RequestName(cast(Ask, match["what"]), match["claim"], match["id"]) if match else None
 
 
 def parse_half_written(name: str) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.catalog.tiers import read_drained
 from ckptman.catalog.writer_lock import process_lives, read_owner
-from ckptman.errors import CkptmanError
+from ckptman.errors import CkptmanError, RootError
 from ckptman.format.paths import check_is_no_checkpoint, journal_path
 from ckptman.monitoring.history import Attempt, RunHistory, chain_folders, history_of
 from ckptman.policies.retention_rules import is_known_time
@@ -146,7 +146,7 @@ class _Look:
             if last is None and not look.entries:
                 look._look_for_other_programs()
         except (CkptmanError, OSError) as error:
-            look.trouble = str(error)
+            look.trouble = (error.strerror if isinstance(error, RootError) else None) or str(error)
         return look
 
     def _look_for_other_programs(self) -> None:

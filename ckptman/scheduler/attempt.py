@@ -292,10 +292,11 @@ class Supervisor:
         if note := warned_too_late(chain):
             self._say(note)
         decision = following(chain, now, end)
-        is_active = chain.state.state == "active"
-        if decision.again or ending == "finished" or not is_active:
+        state = chain.state
+        if decision.again or ending == "finished" or state.state != "active":
             self._say(decision.reason)
-        if not is_active:
+        if state.state != "active":
+            self._say(f"the chain is {state.state}: {state.reason}. No further attempt starts")
             return
         if ending == "finished":
             self._turn("finished", decision.reason)

@@ -167,6 +167,9 @@ def _run_attempts(
             record.end(attempts[-1], returncode, outcome, sequence, cause)  # nothing of it is printed after this
             if ending == "finished":
                 return EXIT_OK, reason
+            if held := record.held():
+                tell(f"the chain ends, because it was {held}: submit again to continue from the newest checkpoint")
+                return EXIT_AGAIN, held
             if before and root == root_before and not sequence and not newest_sequence(root):
                 return None, gone_text(root)
             if ending == "stopped" and number == limits.max_attempts:

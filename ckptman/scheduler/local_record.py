@@ -104,6 +104,13 @@ class LocalRecord:
             )
         self.chain.events.record("end", attempt=attempt.number, ending=attempt.outcome, reason=attempt.reason)
 
+    def held(self) -> str:
+        """Return why no further attempt is to start; "": nobody has asked for that."""
+        with self._patience():
+            state = self.chain.state
+            return state.reason if state.state == "paused" else ""
+        return ""
+
     def turn(self, state: ChainState, reason: str) -> None:
         with self._patience():
             self.chain.turn(state, reason, time.time())

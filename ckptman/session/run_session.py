@@ -57,6 +57,7 @@ from ckptman.runtime.outcome import (
     this_node,
     write_outcome,
 )
+from ckptman.runtime.requests import Requests
 from ckptman.saving.writer import SaveInfo
 from ckptman.session.drain_process import Drainer
 from ckptman.session.timings import process_started
@@ -82,7 +83,8 @@ def failed_start_reported(root: Path, is_leader: bool) -> Iterator[None]:
 
 @dataclass
 class RunSession:
-    """What is known about this attempt; `claim` and `journal` are the leader's, the others have None."""
+    """What is known about this attempt; `claim`, `journal` and `requests` are the leader's, the others have
+    None."""
 
     root: Path
     number: int
@@ -95,6 +97,7 @@ class RunSession:
     claim: Claim | None = None
     journal: Journal | None = None
     drainer: Drainer | None = None
+    requests: Requests | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the journal says of its start."""
     ended: str = ""
@@ -110,7 +113,7 @@ class RunSession:
             with failing_as_one(), AllRanks[RunSession | None](control) as ranks:
                 if control.is_leader:
                     session = _begin(backend, run_id, control.world_size, total_steps)
-                    ranks.mine = replace(session, claim=None, journal=None, drainer=None)
+                    ranks.mine = replace(session, claim=None, journal=None, drainer=None, requests=None)
         except BaseException:  # another rank was lost, or Ctrl-C: a notebook's next cell finds the root free
             if session is not None:
                 session.release()
@@ -340,6 +343,7 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
         facts["process_seconds"] = time.time() if "ipykernel" in sys.modules else process_started()
         session.facts = {"run_id": run_id, **facts}
         session.begin()
+        session.requests = Requests(held, session.journal)
     except BaseException:
         held.release()
         raise

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ckptman.comm.control_group import Channel
 from ckptman.errors import CkptmanError, ConfigError, RankLostError
 from ckptman.policies.save_policies import Decision, SavePolicy
+from ckptman.runtime.requests import Requests
 from ckptman.runtime.signals import SignalHandler
 from ckptman.saving.memory_saves import MemorySaves
 from ckptman.saving.saver import Saver
@@ -23,10 +24,13 @@ FLAGS = 7
 """How many numbers each rank sends."""
 _RANKS = 1 << 32
 """A stop flag is signal number x this + rank, so that the largest flag names a signal and one rank that got it."""
+_ASKED = {"stop": 128, "hold": 129}
+"""What stands in a stop flag for a signal number if `ckptman ask` wants the stop."""
 
 
 class Agreed(NamedTuple):
-    """What at least one rank wants. `stop`: "SIGTERM on rank 2"; `failed`: the number of a save that failed, or 0."""
+    """What at least one rank wants. `stop`: "SIGTERM on rank 2", or "ckptman ask stop"; `failed`: the number of a save
+    that failed, or 0."""
 
     stop: str | None
     save: bool
@@ -50,6 +54,7 @@ class StepConsensus:
         signals: SignalHandler | None,
         saver: Saver,
         recorder: StepRecorder,
+        requests: Requests | None = None,
     ) -> None:
         self._control, self._policy, self._timings, self._signals, self._saver = (
             control,
@@ -58,7 +63,7 @@ class StepConsensus:
             signals,
             saver,
         )
-        self._exchange, self._recorder = Exchange(control, FLAGS), recorder
+        self._exchange, self._recorder, self._requests = Exchange(control, FLAGS), recorder, requests
         self.recording_is_slow = False
         """Whether it takes any rank too long to record the state at each step."""
         self._expected_step = -1
@@ -133,7 +138,9 @@ class StepConsensus:
 
     def _stop_flag(self) -> int:
         received = self._signals.received if self._signals is not None else None
-        return 0 if received is None or self.has_stopped else int(received) * _RANKS + self._control.rank
+        asked = self._requests.stop if self._requests is not None else None
+        number = int(received or 0) if asked is None else _ASKED[asked]
+        return 0 if number == 0 or self.has_stopped else number * _RANKS + self._control.rank
 
     def _plan(self, step: int, ahead: bool) -> Decision | CkptmanError | None:
         # A policy that raises must not leave the other ranks waiting: the error travels as a decision.
@@ -141,9 +148,12 @@ class StepConsensus:
         if self.has_stopped:
             facts = facts._replace(time_left_seconds=None)
         try:
-            return self._policy.decide(facts)
+            decision = self._policy.decide(facts)
         except Exception as error:  # noqa: BLE001 a user's own policy may raise anything
             return ConfigError(f"the save policy failed: {type(error).__name__}: {error}")
+        if decision is None and self._requests is not None and self._requests.save:
+            return Decision("ckptman ask save")
+        return decision
 
 
 class Exchange:
@@ -183,4 +193,6 @@ def _stop_text(flag: int) -> str | None:
     if not flag:
         return None
     number, rank = divmod(flag, _RANKS)
+    if (asked := next((what for what, each in _ASKED.items() if each == number), None)) is not None:
+        return f"ckptman ask {asked}"
     return f"{signal.Signals(number).name} on rank {rank}"

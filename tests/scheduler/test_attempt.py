@@ -491,6 +491,17 @@ def test_pause_and_resume(tmp_path, fake):
     assert chain.state.state == "active"
 
 
+@pytest.mark.parametrize("mode", ["successor", "requeue"])
+def test_a_chain_that_is_held_while_its_attempt_runs(tmp_path, fake, monkeypatch, mode):
+    chain = submitted(tmp_path, fake, "exit 75", mode=mode)
+    monkeypatch.setattr(Supervisor, "_run_script", lambda *_: control.hold(chain, NOW) or 75)
+    said = attempt(chain, fake, 1)[1]
+    assert said[-1].startswith("the chain is paused: paused by")
+    assert "requeue" not in [each[0] for each in fake.argv("scontrol")]
+    assert "the chain is paused" in attempt(chain, fake, 2)[1][0]
+    assert len(chain.attempts()) == 1
+
+
 def test_resume_after_crashes_counts_anew(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 7")
     for number in (1, 2, 3):

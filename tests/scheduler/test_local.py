@@ -18,11 +18,12 @@ import pytest
 from ckptman import ExistsError, RootError, SchedulerError
 from ckptman.format.manifest import Nonfinite
 from ckptman.runtime.outcome import Outcome, write_outcome
-from ckptman.scheduler import local
+from ckptman.scheduler import chain_record, local
 from ckptman.scheduler.chain import new_chain_dir, newest_sequence, spoilt_text
 from ckptman.scheduler.local import LocalScheduler, run_chain
 from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree
 from ckptman.scheduler.signal_queue import SignalQueue
+from ckptman.scheduler.slurm import control
 from tests.helpers.checkpoints import commit
 
 # ---- Decisions ------------------------------------------------------------------------------------------------------
@@ -91,6 +92,19 @@ def test_the_outcome_wins_over_the_exit_code(tmp_path, returncode, wrote, said):
     said = said.replace("SIGRTMIN+6", "signal 40")
     assert told[0].startswith(said)
     assert (code, attempts) == (0, 1 if "finished" in told[0] else 2)
+
+
+def test_a_chain_that_is_held_starts_no_further_attempt(tmp_path):
+    class Held(Pretended):
+        def run_attempt(self, command, env):
+            control.hold(chain_record.Chain(Path(env["CKPTMAN_CHAIN"])), 0.0)
+            return super().run_attempt(command, env)
+
+    told = []
+    with pretending(Held((75, None), (0, None))):
+        assert run_chain(["train"], tmp_path / "chain", told.append) == 75
+    assert "submit again" in told[-1]
+    assert chain_record.Chain(tmp_path / "chain").state.state == "stopped"
 
 
 def test_an_outcome_that_cannot_be_read_is_told_and_passed_over(tmp_path):

@@ -59,14 +59,21 @@ def cancel(chain: Chain, slurm: Slurm, now: float) -> ChainStatus:
     return look(chain, slurm)
 
 
+def hold(chain: Chain, now: float) -> None:
+    """Start no further attempt until `resume`, without a word to Slurm: a job that waits finds out when it begins.
+
+    Raises: ConfigError (the chain has ended).
+    """
+    state = chain.state
+    if state.state not in ("active", "paused"):
+        raise ConfigError(f"the chain is {state.state} ({state.reason}): there is nothing to pause")
+    if state.state == "active":
+        chain.turn("paused", f"paused by {_who()}", now)
+
+
 def pause(chain: Chain, slurm: Slurm, now: float) -> ChainStatus:
     """Start no further attempt until `resume`. The one that runs goes on to its end."""
-    state = chain.state
-    if state.state == "paused":
-        return look(chain, slurm)
-    if state.state != "active":
-        raise ConfigError(f"the chain is {state.state} ({state.reason}): there is nothing to pause")
-    chain.turn("paused", f"paused by {_who()}", now)
+    hold(chain, now)
     seen = look(chain, slurm)
     for _, job in seen.waiting:
         slurm.hold(job.id)
