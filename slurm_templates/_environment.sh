@@ -1,6 +1,7 @@
-# The environment that the training runs in; lines of yours go here.
+# --- The environment ---
+# Your own lines go here, too.
 @modules@
 @venv@
 @setup@
 @env@
-set -u  # from here on; what others wrote to activate environments rarely stands it
+set -u  # from here on; scripts that activate environments rarely survive it

@@ -1,6 +1,9 @@
-# All ranks meet at the first node of the job, at a port of the job's own: two jobs on one node do not mix.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+# --- Where the ranks meet, and when the job ends ---
+# They meet at the first node of the job, at a port of the job's own: two jobs on one node do not mix.
+if [ -z "${MASTER_ADDR:-}" ]; then
+    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)@master_suffix@
+fi
+MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 export MASTER_ADDR MASTER_PORT
 # Of several networks of a node the ranks may take one that leads nowhere (`ip -br addr` lists them). To say which:
 # ckptman template ... --set interface=ib0, or here: export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0

@@ -6,6 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 import pytest
 import typer
 
@@ -14,6 +19,7 @@ from ckptman.cli.app import _VERBS, make_app
 from tests.cli.test_json import GOLDEN
 from tests.cli.test_plan import CONFIG
 from tests.helpers.checkpoints import commit
+from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.journals import make_root
 from tests.helpers.node_memory import nodes_with
 from tests.monitoring.invented_run import invented
@@ -145,3 +151,52 @@ def test_the_table_of_the_docs_is_that_of_the_help():
     assert re.findall(r"(?m)^\| \[`ckptman (\w+)`\]\(#ckptman-\1\) \| (.*) \| [\d, ]+ \|$", page) == [
         (verb, does) for verb, (_, _, does) in _VERBS.items()
     ]
+
+
+# As it is installed beside a container: `site` begins every Python with it.
+REFUSES_TORCH = """
+import sys
+
+class Refusal:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "numpy"):
+            raise ModuleNotFoundError(f"there is no {name}", name=name)
+
+sys.meta_path.insert(0, Refusal())
+"""
+
+
+def test_a_chain_is_submitted_run_and_shown_without_torch(tmp_path):
+    fake = FakeSlurm(tmp_path / "bin")
+    fake.plan("sbatch", (0, "101", ""), (0, "102", ""))
+    (tmp_path / "sitecustomize.py").write_text(REFUSES_TORCH)
+    environ = {**os.environ, **fake.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
+
+    def done(*words, **others):
+        ran = subprocess.run(
+            words, capture_output=True, text=True, timeout=240, cwd=tmp_path, env={**environ, **others}
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    refused = done(sys.executable, "-c", "try:\n import torch\nexcept ImportError as error: print(error)")
+    assert refused == "there is no torch\n"
+    ckptman = (sys.executable, "-m", "ckptman")
+    done(*ckptman, "template", "lumi", "-o", "train.sbatch", "--set", "container=", "--set", "command=true")
+    done(*ckptman, "template", "--list")
+    (tmp_path / "short.sbatch").write_text("#!/bin/bash\n#SBATCH --time=5\necho trained\n")
+    assert "would submit" in done(*ckptman, "submit", "--dry-run", "train.sbatch")
+    done(*ckptman, "submit", "--chain-dir", "chain", "short.sbatch")
+    [script] = [each[-2] for each in fake.argv("sbatch")]
+    assert "trained" in done("bash", script, "1", SLURM_JOB_ID="101", SLURM_JOB_NODELIST="n1")
+    assert "finished" in done(*ckptman, "chain", "show", "chain")
+    done(*ckptman, "chain", "list")
+
+
+def test_the_page_lists_all_dependencies_but_torch():
+    repository = Path(__file__).parents[2]
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    wanted = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]} - {"torch"}
+    page = (repository / "docs/slurm.md").read_text()
+    [listed] = re.findall(r"^pip install (.*) && pip install --no-deps \.$", page, re.MULTILINE)
+    assert set(listed.split()) == wanted

@@ -45,7 +45,7 @@ def settings(values):
 
 
 def script(name, *given):
-    return render_template(name, read_settings(given))
+    return render_template(name, read_settings([*["account=me"] * (name in ("jsc", "jupiter")), *given]))
 
 
 def options(text):
@@ -53,9 +53,9 @@ def options(text):
     return dict(parse(text, "x").options)
 
 
-def bash(text, folder, *arguments, **environ):
+def bash(text, folder, *arguments, others=None, **environ):
     """Run a script as the batch step of job 4711 on two nodes does, with `srun`, `scontrol` and `squeue` that only
-    tell."""
+    tell. `others`: the bodies of further programs, or of these."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name, body in {
@@ -66,6 +66,7 @@ def bash(text, folder, *arguments, **environ):
         "squeue": 'echo "${END-2037-01-02T03:04:05}"; echo "squeue $*" >&2',
         "sinfo": "printf 'n7 mix\\nn7 mix\\nn8 down*\\nn9 idle*\\n'",
         "module": 'printf "module<%s>\\n" "$@"',
+        **(others or {}),
     }.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)
@@ -136,7 +137,7 @@ def test_what_ranks_are_told(name, tmp_path):
     [call] = [line for line in ran.stdout.splitlines() if line.startswith("<--kill-on-bad-exit=1>")]
     assert call.endswith("<train><a b>")
     told = dict(line.partition("=")[::2] for line in ran.stdout.splitlines() if "=" in line)
-    assert told["MASTER_ADDR"] == "n7"
+    assert told["MASTER_ADDR"] == ("n7i" if name == "jsc" else "n7")
     assert told["MASTER_PORT"] == "24711"
     assert told["SLURM_JOB_END_TIME"] == "2114478245"
     assert told["SRUN_CPUS_PER_TASK"] == "3"
@@ -189,16 +190,162 @@ def test_what_the_training_said_on_disk_comes_before_what_a_launcher_makes_of_it
     assert not old.exists()
 
 
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_rendezvous_of_the_user_is_kept_and_none_is_inherited(name, tmp_path):
+    array = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "4700"}
+    outer = {"MASTER_ADDR": "of-another-job", "MASTER_PORT": "1"}
+    for given, address, port in (
+        ([], "n7i" if name == "jsc" else "n7", "24711"),
+        (["master_suffix=-ib"], "n7-ib", "24711"),
+        (["env.MASTER_ADDR=10.0.0.1", "master_suffix=i"], "10.0.0.1", "24711"),
+        (["setup=MASTER_ADDR=mine MASTER_PORT=5"], "mine", "5"),
+    ):
+        ran = bash(script(name, *given), tmp_path, **array, **outer)
+        assert f"\nMASTER_ADDR={address}\nMASTER_PORT={port}\n" in ran.stdout
+
+
+# A srun that runs its command here.
+RUNS = {"srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"', "nvidia-smi": ":"}
+
+
+def test_each_torchrun_is_told_whether_it_keeps_the_rendezvous(tmp_path):
+    tells = {**RUNS, "torchrun": "env | grep ^PET_; echo .", "hostname": "echo ${0##*/}-node"}
+    for name, given, environ, told in (
+        ("torchrun", [], {"SLURM_NODEID": "0"}, ["PET_RDZV_CONF=is_host=1"]),
+        ("torchrun", [], {"SLURM_NODEID": "1"}, ["PET_RDZV_CONF=is_host=0"]),
+        ("jupiter", [], {"SLURM_NODEID": "1"}, ["PET_RDZV_CONF=is_host=0"]),
+        ("jsc", [], {"SLURM_NODEID": "0"}, ["PET_LOCAL_ADDR=hostname-nodei", "PET_RDZV_CONF=is_host=1"]),
+        ("jsc", ["env.PET_RDZV_CONF=a=b", "env.PET_LOCAL_ADDR=c"], {}, ["PET_LOCAL_ADDR=c", "PET_RDZV_CONF=a=b"]),
+    ):
+        ran = bash(script(name, *given), tmp_path, others=tells, **environ)
+        assert sorted(ran.stdout.split()) == [".", *told], ran.stderr
+
+
+def test_torchrun_reads_what_a_node_is_told(monkeypatch):
+    from torch.distributed.run import get_args_parser
+
+    monkeypatch.setenv("PET_RDZV_CONF", "is_host=1")
+    monkeypatch.setenv("PET_LOCAL_ADDR", "n7i")
+    read = get_args_parser().parse_args(["train.py"])
+    assert (read.rdzv_conf, read.local_addr) == ("is_host=1", "n7i")
+
+
 def test_a_container(tmp_path):
     ran = bash(script("lumi", "container=my image.sif", "command=a"), tmp_path, SINGULARITY_BIND="/x")
     assert "<singularity><exec><--bind=/var/spool/slurmd," in ran.stdout
-    assert "><my image.sif><a>" in ran.stdout
+    assert '><my image.sif><bash><-c><${WITH_CONDA:-:} || exit 2; exec "$@"><bash><a>' in ran.stdout
     assert "<--cpu-bind=mask_cpu:0x00fe000000000000," in ran.stdout
     assert "SINGULARITY_BIND" not in ran.stdout
     ran = bash(script("lumi", "container=", "cpu_masks=", "command=a"), tmp_path)
     assert "<--kill-on-bad-exit=1><a>" in ran.stdout
     ran = bash(script("torchrun", "container=x", "container_command=apptainer exec", "command=a"), tmp_path)
     assert "<apptainer><exec><x><torchrun><--nnodes=2>" in ran.stdout
+
+
+@pytest.fixture
+def shm(tmp_path):
+    """Memory of a node that holds something of a user whose id is the name of this folder."""
+    folder = Path("/dev/shm", f"ckptman-{tmp_path.parent.name}-{os.getpid()}")
+    folder.mkdir()
+    yield folder.name.removeprefix("ckptman-")
+    folder.rmdir()
+
+
+@pytest.mark.parametrize("conda", [True, False], ids=["image before 2025", "image since 2025"])
+@pytest.mark.parametrize("venv", [True, False], ids=["venv", "without"])
+def test_python_and_the_flush_in_a_container_are_those_of_its_environments(conda, venv, shm, tmp_path):
+    (tmp_path / "conda").write_text("environment=$1-$#\nexport environment\n")
+    (tmp_path / "my env/bin").mkdir(parents=True)
+    (tmp_path / "my env/bin/activate").write_text("environment=${environment-}+venv-$#\nexport environment\n")
+    outcome = tmp_path / "outcome"
+    outcome.write_text(json.dumps({"state": "failed", "root": "/a b", "attempt": 1}, indent=1))
+    inside = "export WITH_CONDA='source ./conda pytorch'" if conda else ":"
+    others = {
+        **RUNS,
+        "singularity": f'[ -z "${{environment-}}" ] || exit 9; {inside}; shift 3; exec "$@"',
+        "python": 'echo "${environment-none} python $*"; exit 3',
+        "ckptman": 'echo "${environment-none} ckptman $*"',
+        "id": f"echo {shm}",
+    }
+    given = ["venv=$HERE/my env"] if venv else []
+    ran = bash(
+        script("lumi", "container=x.sif", "command=python 'a b'", *given),
+        tmp_path,
+        others=others,
+        HERE=str(tmp_path),
+        CKPTMAN_OUTCOME=str(outcome),
+    )
+    # `activate` of a venv sees the words of the command, which it does not read.
+    found = {(True, True): "pytorch-1+venv-2", (True, False): "pytorch-1", (False, True): "+venv-2"}
+    name = found.get((conda, venv), "none")
+    python, flush = ran.stdout.splitlines()
+    assert python == f"{name} python a b", ran.stderr
+    assert re.sub(r"venv-\d+", "venv-2", flush) == f"{name} ckptman memory flush /a b"
+    assert ran.returncode == 3
+    (tmp_path / "my env/bin/activate").unlink()
+    if venv:
+        ran = bash(script("generic", "container=x.sif", *given), tmp_path, others=others, HERE=str(tmp_path))
+        assert (ran.returncode, ran.stdout) == (2, "")
+
+
+def test_the_job_expands_variables_in_paths_and_nothing_else(tmp_path):
+    place = tmp_path / "a '$(touch made)' $HOME"
+    (place / "v/bin").mkdir(parents=True)
+    (place / "v/bin/activate").write_text("echo active\n")
+    given = [
+        "venv=${PLACE}/v",
+        "env.A=$PLACE/x:~/y",
+        "env.B=a~ $1 $(touch made) `touch made` $",
+        "env.C=~",
+        "command=a",
+    ]
+    ran = bash(script("generic", *given), tmp_path, PLACE=str(place), HOME="/h o")
+    assert ran.stdout.startswith("active\n"), ran.stderr
+    assert f"\nA={place}/x:/h o/y\nB=a~ $1 $(touch made) `touch made` $\nC=/h o\n" in ran.stdout
+    given = ["container=$PLACE/x.sif", "container_binds=$PLACE,~/b", "container_command=run --overlay $PLACE/o"]
+    ran = bash(script("generic", *given), tmp_path, PLACE=str(place), HOME="/h o")
+    assert f"<run><--overlay><{place}/o><--bind={place},/h o/b><{place}/x.sif><python>" in ran.stdout
+    assert not list(tmp_path.rglob("made"))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_first_lines_say_what_a_user_looks_for(name):
+    command = "python train.py --out runs/a\nb"
+    first = script(name, "log_folder=logs", "job_name=big", f"command={command}").splitlines()[:13]
+    facts = {line[2:15].strip(): line[16:] for line in first if re.match(r"# \w+: {2}", line)}
+    training = name in TRAINING
+    assert list(facts) == ["Submit:", "Log:", *["Checkpoints:"] * training, "Command:"]
+    assert TEMPLATES[name].chain == facts["Submit:"].startswith("ckptman submit FILE")
+    assert facts["Log:"] == f"logs/big-JOB{'_TASK' * (name == 'scaling-matrix')}.out"
+    assert facts["Command:"] == "python train.py --out runs/a b"
+    assert facts.get("Checkpoints:") == ("runs/a" if training else None)
+    assert "`root` of [checkpoint] in run.toml" in script("generic")
+    assert "# Checkpoints:  where the command saves them\n" in script("generic", "command=bash train.sh")
+    assert all(len(line) <= 120 for line in script(name, "command=" + "x " * 200).splitlines() if line.startswith("#"))
+
+
+@pytest.mark.parametrize(
+    ("given", "qos"),
+    [
+        ([], None),
+        (["nodes=64"], None),
+        (["nodes=65"], "boost_qos_bprod"),
+        (["nodes=65", "qos=mine"], "mine"),
+        (["nodes=8", "time=1-00:01"], "boost_qos_lprod"),
+        (["time=4-00:00:00"], "boost_qos_lprod"),
+        (["nodes=9", "time=5-00:00:00", "qos=special"], "special"),
+        (["nodes=65", "partition=other"], None),
+    ],
+)
+def test_the_qos_that_a_job_on_leonardo_needs(given, qos):
+    assert options(script("leonardo", *given)).get("--qos") == qos
+
+
+def test_an_account_is_needed_at_jsc():
+    for name in ("jsc", "jupiter"):
+        with pytest.raises(ConfigError, match=r"^account: JSC .* account=PROJECT$"):
+            render_template(name, {})
+    assert options(script("jupiter"))["--cpus-per-task"] == "288"
 
 
 def calls_of(ran):
@@ -212,7 +359,8 @@ def test_restarts_within_the_job(tmp_path):
     assert options(text)["--nodes"] == "2"
     ran = bash(text, tmp_path, SLURMD_NODENAME="n7")
     [launch] = [call for call in calls_of(ran) if "torchrun" in call]
-    assert launch.startswith("<--kill-on-bad-exit=1><torchrun><--max-restarts=3><--nnodes=2>")
+    assert launch.startswith("<--kill-on-bad-exit=1><sh><-c>")
+    assert '; exec "$@"><node><torchrun><--max-restarts=3><--nnodes=2>' in launch
     assert "\nTORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in ran.stdout
     assert 'done\' watch "$SLURMD_NODENAME" &' in text  # it is ended with the step, at once here
     plain = script("torchrun", "restarts=0")
@@ -228,10 +376,9 @@ def test_spare_nodes(tmp_path):
     outcome.write_text(json.dumps({"state": "finished"}, indent=1))
     ran = bash(text, tmp_path, SLURM_JOB_NUM_NODES="4", SLURMD_NODENAME="n7", CODE="1", CKPTMAN_OUTCOME=str(outcome))
     [launch] = [call for call in calls_of(ran) if "torchrun" in call]
-    start = (
-        "<--no-kill><--kill-on-bad-exit=0><--wait=0><singularity><exec><--nv><x><python><-m><ckptman.train.torchrun>"
-    )
-    assert launch.startswith(f"{start}<--max-restarts=1><--nnodes=2>")
+    assert launch.startswith("<--no-kill><--kill-on-bad-exit=0><--wait=0><sh>")
+    start = "<node><singularity><exec><--nv><x><python><-m><ckptman.train.torchrun>"
+    assert f"{start}<--max-restarts=1><--nnodes=2>" in launch
     assert ran.returncode == 0  # the spare node, or one that died, ended with another code
 
 
@@ -290,7 +437,7 @@ def test_what_is_empty_is_left_out():
 def test_the_network_interface_is_for_gloo_and_nccl(name):
     line = "export GLOO_SOCKET_IFNAME=ib0,ib1 NCCL_SOCKET_IFNAME=ib0,ib1"
     given = script(name, "interface=ib0,ib1").splitlines()
-    left_out = script(name).splitlines()
+    left_out = script(name, "interface=").splitlines()
     assert line in given[max(number for number, each in enumerate(given) if "MASTER_ADDR=" in each) :]
     assert not [each for each in left_out if "GLOO_SOCKET_IFNAME" in each and not each.startswith("#")]
 
@@ -334,6 +481,13 @@ def test_the_matrix_asks_for_what_its_largest_points_need():
         ("generic", "nodes", "write it as KEY=VALUE"),
         ("torchrun", "restarts=-1", "restarts: input should be greater than or equal to 0"),
         ("torchrun", "spare_nodes=1", "when the ranks are restarted; give restarts too"),
+        ("generic", "account=$PROJECT", "account: $PROJECT would not be expanded here: write the value itself"),
+        ("generic", "log_folder=~/logs", "log_folder: ~ would not be expanded here"),
+        ("generic", "sbatch=--chdir=${WORK}", "sbatch: ${WORK} would not be expanded here"),
+        ("generic", "command=python train.py --out $SCRATCH/run", "$SCRATCH would not be expanded: write the value"),
+        ("generic", "command=python ~/train.py", "~ would not be expanded"),
+        ("generic", "master_suffix=; reboot", "master_suffix: not in the form"),
+        ("leonardo", "time=4-00:01", "time=24:00:00, as ckptman submit continues in the next job, or name a qos"),
         ("generic", "restarts=3", "in template generic srun starts the ranks, which never starts them anew"),
         ("lumi", "spare_nodes=1", "ckptman template torchrun restarts ranks within the job"),
         ("lumi", "tasks_per_node=2", "cpu_masks: 8 masks for 2 ranks"),

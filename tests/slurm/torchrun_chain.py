@@ -17,12 +17,7 @@ from tests.helpers.scenarios import Scene
 from tests.slurm.bundled import SHAPE, paced
 
 PYTHON = Path(sys.executable)
-# All nodes are this host: of their launchers that of the first node is told that it keeps the store of the rendezvous.
-LAUNCHER = """#!/bin/bash
-PET_RDZV_CONF=is_host=$([ "${{SLURM_NODEID:-}}" = 0 ] && echo 1 || echo 0)
-export PET_RDZV_CONF
-exec {program} "$@"
-"""
+LAUNCHER = '#!/bin/bash\nexec {program} "$@"\n'
 SCONTROL = '#!/bin/bash\n[ "$1" = show ] && [ "$2" = hostnames ] && exec echo 127.0.0.1\nexec {real} "$@"\n'
 
 

@@ -20,10 +20,15 @@ from ckptman.scheduler.slurm.batch_script import limit_seconds
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LINE_BREAK = re.compile("[\t\n]")
 _TRAIN = "python -m ckptman.train --config run.toml"
+VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})|(?<![^,:=])~(?=/|$)", re.ASCII)
+"""A variable as a user writes it in a path, or a leading `~`."""
+EXPANDED = ("venv", "env", "container", "container_command", "container_binds")
+"""The keys in which the job expands variables; elsewhere they are refused, and `setup` is shell anyway."""
 _POINT = (
     "bash -c 'exec python -m ckptman.train --config run.toml --set run.steps=50 "
     '--set checkpoint.root="runs/scaling/$SCALING_POINT" --set run.log="runs/scaling/$SCALING_POINT.jsonl"\''
 )
+_DAY_SECONDS = 86400
 _LUMI_BINDS = (
     "/var/spool/slurmd,/opt/cray,/usr/lib64/libcxi.so.1,/pfs,/scratch,/projappl,/project,/flash,/appl"  # the network's
 )
@@ -36,7 +41,7 @@ _LUMI_MASKS = (
 WHAT = {
     "command": "what is run: words, each quoted, so that nothing in them is expanded",
     "job_name": "the name in the queue and of the log",
-    "account": "who pays",
+    "account": "the project that pays",
     "partition": "where it runs",
     "qos": "quality of service",
     "time": "time limit: minutes (90), hours (04:00:00), days (1-12:00:00)",
@@ -44,7 +49,7 @@ WHAT = {
     "mem": "memory of a node, such as 480G",
     "log_folder": "where the log goes; it has to be there",
     "modules": "modules to load, with blanks between them",
-    "venv": "a virtual environment to activate",
+    "venv": "a virtual environment to activate, inside the container if there is one",
     "setup": "a line of shell, as it is; each further one is added",
     "env": "environment variables: env.NAME=VALUE",
     "sbatch": "an option of sbatch, such as --constraint=a; each further one is added",
@@ -53,6 +58,7 @@ WHAT = {
     "gpu_type": "where a cluster has several, such as h100",
     "tasks_per_node": "ranks of a node; left out: one per GPU, or one",
     "exclusive": "true: no other job on these nodes",
+    "master_suffix": "added to the name of the first node in MASTER_ADDR, such as i at JSC",
     "interface": "the network interface of the ranks, such as ib0, where a node has several",
     "warning_seconds": "the warning comes that long before the time limit",
     "container": "the image of a container that the command runs in",
@@ -74,6 +80,19 @@ def _words(value: str) -> str:
         raise ValueError(f"{str(error).lower()}: close the quotes as in a shell") from None
     if not words:
         raise ValueError(f"nothing to run: give a command, such as {_TRAIN}")
+    return value
+
+
+def _without_variables(value: str) -> str:
+    """Refuse variables in a command, except in a script after `-c`: the shell of each rank expands its own."""
+    for word in shlex.split(value):
+        if re.fullmatch(r"-[a-z]*c", word):
+            break
+        if found := VARIABLE.search(word):
+            raise ValueError(
+                f"{found[0]} would not be expanded: write the value itself, or run a shell, such as "
+                f'bash -c "exec python train.py --out $SCRATCH/run"'
+            )
     return value
 
 
@@ -118,7 +137,10 @@ def _points(value: str) -> str:
 
 
 Count = Annotated[int, Field(gt=0)]
-Command = Annotated[str, AfterValidator(_words)]
+Command = Annotated[str, AfterValidator(_words), AfterValidator(_without_variables)]
+Prefix = Annotated[str, AfterValidator(_words)]
+Interface = Annotated[str, Field(pattern=r"^[\w.-]*(,[\w.-]+)*$")]
+Suffix = Annotated[str, Field(pattern=r"^[\w.-]*$")]
 JobName = Annotated[str, Field(min_length=1), AfterValidator(_name_of_job)]
 Time = Annotated[str, AfterValidator(_time)]
 Memory = Annotated[str, Field(pattern=r"^(\d+[KMGT]?)?$")]
@@ -146,7 +168,7 @@ class JobKeys(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _no_control_characters(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+    def _can_be_written(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         texts = [value] if isinstance(value, str) else value
         if isinstance(texts, Mapping):
             texts = list(texts.values())
@@ -155,6 +177,8 @@ class JobKeys(BaseModel):
                 raise ValueError(f"a control character ({found[0]!r}) cannot be in a batch script: leave it out")
             if info.field_name not in ("command", "setup", "env") and (found := _LINE_BREAK.search(text)):
                 raise ValueError(f"{found[0]!r} would end the #SBATCH line: give it on one line, without tabs")
+            if info.field_name not in ("command", "setup", *EXPANDED) and (found := VARIABLE.search(text)):
+                raise ValueError(f"{found[0]} would not be expanded here: write the value itself")
         return value
 
 
@@ -170,10 +194,11 @@ class TrainingKeys(JobKeys):
     gpu_type: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
     tasks_per_node: Count | None = None
     exclusive: bool = False
-    interface: Annotated[str, Field(pattern=r"^[\w.-]*(,[\w.-]+)*$")] = ""
+    master_suffix: Suffix = ""
+    interface: Interface = ""
     warning_seconds: Annotated[int, Field(gt=0, le=65535)] = 180
     container: str = ""
-    container_command: Command = "singularity exec --nv"
+    container_command: Prefix = "singularity exec --nv"
     container_binds: str = ""
 
     @property
@@ -196,6 +221,31 @@ class LeonardoKeys(TrainingKeys):
     mem: Memory = "494000"
     exclusive: bool = True
 
+    @property
+    def needed_qos(self) -> str:
+        """The QOS that a job of this size needs, as Leonardo's rules are; "" for the one that needs no name."""
+        if self.partition != "boost_usr_prod":
+            return ""
+        if (limit_seconds({"--time": self.time}) or 0) > _DAY_SECONDS:
+            return "boost_qos_lprod"
+        return "boost_qos_bprod" if self.nodes > 64 else ""
+
+
+class JscKeys(TorchrunKeys):
+    """JUWELS Booster: whole nodes of 4 x A100 and 48 cores. JURECA and JUSUF differ in partition, cores and GPUs."""
+
+    partition: str = "booster"
+    cpus_per_task: Count = 12
+    master_suffix: Suffix = "i"
+    interface: Interface = "ib0"
+
+
+class JupiterKeys(TorchrunKeys):
+    """JUPITER Booster: whole nodes of 4 x GH200 and 288 cores."""
+
+    partition: str = "booster"
+    cpus_per_task: Count = 72
+
 
 class LumiKeys(TrainingKeys):
     """LUMI-G: whole nodes of 8 GCDs, 7 cores for each, in a container."""
@@ -206,7 +256,7 @@ class LumiKeys(TrainingKeys):
     gpus_per_node: Annotated[int, Field(ge=0)] = 8
     exclusive: bool = True
     container: str = "pytorch.sif"
-    container_command: Command = "singularity exec"
+    container_command: Prefix = "singularity exec"
     container_binds: str = _LUMI_BINDS
     cpu_masks: Annotated[str, Field(pattern=r"^((0x)?[0-9a-fA-F]+(,(0x)?[0-9a-fA-F]+)*)?$")] = _LUMI_MASKS
 
@@ -296,6 +346,14 @@ def _misfits(keys: JobKeys) -> Sequence[str]:
         )
     if keys.container_binds and not keys.container and not isinstance(keys, LumiKeys):
         problems.append("container_binds: there is no container; give its image with container=FILE")
+    if isinstance(keys, (JscKeys, JupiterKeys)) and not keys.account:
+        problems.append("account: JSC accepts no job without one; give the project that pays with account=PROJECT")
+    is_long = isinstance(keys, LeonardoKeys) and not keys.qos and keys.needed_qos == "boost_qos_lprod"
+    if is_long and (keys.nodes > 8 or limit > 4 * _DAY_SECONDS):
+        problems.append(
+            "time: Leonardo allows more than 24 h for up to 8 nodes and 4 days (boost_qos_lprod); give time=24:00:00, "
+            "as ckptman submit continues in the next job, or name a qos"
+        )
     if isinstance(keys, TorchrunKeys) and keys.spare_nodes and not keys.restarts:
         problems.append("spare_nodes: a spare node takes over when the ranks are restarted; give restarts too")
     if isinstance(keys, LumiKeys) and keys.cpu_masks and keys.tasks != len(keys.cpu_masks.split(",")):

@@ -3,7 +3,7 @@
 In a template `@key@` stands for a value. Three rules make it what it becomes:
 - an #SBATCH line with a value that is empty is left out, as is a line that is nothing but an empty value;
 - a value in an #SBATCH line is escaped as sbatch reads it, anywhere else it is quoted for the shell;
-- `@include part@` stands for the file `_part.sh`, so that what templates share is written once.
+- `@include part@` is replaced by the file `_part.sh`, for text that templates share.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError
+from ckptman.scheduler.progress import named_by
 from ckptman.scheduler.slurm.template_keys import (
+    VARIABLE,
     JobKeys,
+    JscKeys,
+    JupiterKeys,
     LeonardoKeys,
     LumiKeys,
     MatrixKeys,
@@ -37,6 +41,12 @@ _INCLUDE = re.compile(r"@include (\w+)@")
 _LONE = re.compile(r"\s*@(\w+)@( \\)?")
 _PLAIN = re.compile(r"[\w./:=,@%+~^-]*")
 _DIRECTIVE = "#SBATCH"
+_WIDTH = 100
+"""Of a value in the comments that a script begins with."""
+_NODE_SETUP = 'export PET_RDZV_CONF="${PET_RDZV_CONF:-is_host=$((SLURM_NODEID == 0))}"'
+"""Run on each node before torchrun."""
+_NODE_ADDRESS = ' PET_LOCAL_ADDR="${{PET_LOCAL_ADDR:-$(hostname -s){suffix}}}"'
+"""The address of this node for the others. That of one node becomes the MASTER_ADDR of torchrun's workers."""
 _OWN_STORE = """\
 # Ranks that are restarted meet in a store of their own each time. In torchrun's they would look for each other under a
 # count of restarts, which differs from node to node.
@@ -67,6 +77,8 @@ TEMPLATES: Mapping[str, Template] = {
     "torchrun": Template("training: one torchrun per node", TorchrunKeys),
     "leonardo": Template("training on Leonardo: 4 x A100 a node, no internet", LeonardoKeys),
     "lumi": Template("training on LUMI: 8 GCDs a node, in a container", LumiKeys),
+    "jsc": Template("training on JUWELS, JURECA or JUSUF: torchrun, no internet", JscKeys),
+    "jupiter": Template("training on JUPITER: 4 x GH200 a node, torchrun, no internet", JupiterKeys),
     "superpod": Template("training on a SuperPOD: 8 x H100 or H800 a node, with a log of the GPUs", SuperpodKeys),
     "tokenize": Template("text to tokens, on CPUs, before the training", TokenizeKeys, chain=False),
     "scaling-matrix": Template("short runs over nodes x GPUs", MatrixKeys, chain=False),
@@ -106,7 +118,9 @@ def render_template(name: str, values: Mapping[str, Any]) -> str:
     """Return the batch script of a template. Raises: NotFoundError, UnknownKeyError, ConfigError."""
     keys = check_keys(template(name).keys, values, f"template {name}")
     directives, shell = _for_directives(keys), _for_shell(keys)
-    text = _INCLUDE.sub(lambda found: _read(f"_{found[1]}.sh").rstrip("\n"), _read(f"{name}.sbatch"))
+    text = _read(f"{name}.sbatch")
+    while _INCLUDE.search(text):
+        text = _INCLUDE.sub(lambda found: _read(f"_{found[1]}.sh").rstrip("\n"), text)
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith(_DIRECTIVE):
@@ -151,7 +165,7 @@ def _for_sbatch(text: str) -> str:
 
 
 def _for_directives(keys: JobKeys) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {"array": [], "no_kill": [], "log_name": ["%x-%j.out"]}
     for name, value in keys:
         if isinstance(value, bool):
             found[name] = [f"--{name}"] * value
@@ -160,18 +174,22 @@ def _for_directives(keys: JobKeys) -> dict[str, list[str]]:
         elif name == "sbatch":
             found[name] = list(value)
     if isinstance(keys, TrainingKeys):
-        tasks, gpus, nodes = keys.tasks, keys.gpus_per_node, keys.nodes
+        tasks, cpus, gpus, nodes = keys.tasks, keys.cpus_per_task, keys.gpus_per_node, keys.nodes
         if isinstance(keys, MatrixKeys):
             most_nodes, tasks = (max(column) for column in zip(*points(keys)))
             nodes, gpus = nodes or most_nodes, tasks if gpus < 0 else gpus
-            found["array"] = [f"0-{len(points(keys)) - 1}"]
-        if isinstance(keys, TorchrunKeys):
+            found |= {"array": [f"0-{len(points(keys)) - 1}"], "log_name": ["%x-%A_%a.out"]}
+        if isinstance(keys, TorchrunKeys):  # one task of Slurm for all ranks of a node
+            tasks, cpus = 1, tasks * cpus
             nodes += keys.spare_nodes
             found["no_kill"] = ["--no-kill"] * bool(keys.restarts)
+        if isinstance(keys, LeonardoKeys):
+            found["qos"] = [qos] if (qos := keys.qos or keys.needed_qos) else []
         found["nodes"] = [str(nodes)]
         found["tasks_per_node"] = [str(tasks)]
-        found["node_cpus"] = [str(tasks * keys.cpus_per_task)]
-        found["gpus"] = [f"{keys.gpu_type}:{gpus}" if keys.gpu_type else str(gpus)] if gpus else []
+        found["cpus_per_task"] = [str(cpus)]
+        option = "--gpus-per-node=" if isinstance(keys, LumiKeys) else "--gres=gpu:"
+        found["gpus"] = [f"{option}{keys.gpu_type}{':' * bool(keys.gpu_type)}{gpus}"] if gpus else []
     return found
 
 
@@ -179,25 +197,69 @@ def _for_shell(keys: JobKeys) -> dict[str, str]:
     found = {name: shlex.quote(str(value)) for name, value in keys if isinstance(value, (str, int))}
     found["command"] = shlex.join(shlex.split(keys.command))
     found["modules"] = f"module load {shlex.join(keys.modules.split())} || exit 2" if keys.modules.split() else ""
-    found["venv"] = f"source {shlex.quote(f'{keys.venv}/bin/activate')} || exit 2" if keys.venv else ""
+    found["venv"] = f"source {_expanding(f'{keys.venv}/bin/activate')} || exit 2" if keys.venv else ""
     found["setup"] = "\n".join(keys.setup)
-    found["env"] = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in keys.env.items())
+    found["env"] = "\n".join(f"export {name}={_expanding(value)}" for name, value in keys.env.items())
+    found["command_shown"] = _on_one_line(keys.command)
+    found["log_shown"] = f"{keys.log_folder}/{keys.job_name}-JOB{'_TASK' * isinstance(keys, MatrixKeys)}.out"
     if isinstance(keys, TrainingKeys):
-        found["tasks_per_node"] = str(keys.tasks)
-        names = (f"{backend}_SOCKET_IFNAME={keys.interface}" for backend in ("GLOO", "NCCL"))
-        found["interface"] = f"export {' '.join(names)}" if keys.interface else ""
-        found["container"] = ""
-        if keys.container:
-            binds = [f"--bind={keys.container_binds}"] if keys.container_binds else []
-            found["container"] = shlex.join([*shlex.split(keys.container_command), *binds, keys.container])
-        found["finished"] = ""
+        found |= _of_training(keys)
     if isinstance(keys, TorchrunKeys):
         found |= _of_torchrun(keys)
-    if isinstance(keys, LumiKeys):
-        found["cpu_masks"] = f"--cpu-bind=mask_cpu:{keys.cpu_masks}" if keys.cpu_masks else ""
+    if isinstance(keys, LumiKeys) and keys.cpu_masks:
+        found["cpu_masks"] = f"--cpu-bind=mask_cpu:{keys.cpu_masks}"
     if isinstance(keys, MatrixKeys):
         found["points"] = keys.matrix
     return found
+
+
+def _of_training(keys: TrainingKeys) -> dict[str, str]:
+    names = (f"{backend}_SOCKET_IFNAME={keys.interface}" for backend in ("GLOO", "NCCL"))
+    found = {
+        "tasks_per_node": str(keys.tasks),
+        "master_suffix": keys.master_suffix,
+        "interface": f"export {' '.join(names)}" if keys.interface else "",
+        "checkpoints": _on_one_line(_checkpoints(keys.command)),
+        **dict.fromkeys(("container", "cpu_masks", "finished"), ""),
+    }
+    if keys.container:
+        binds = [f"--bind={keys.container_binds}"] if keys.container_binds else []
+        words = [*shlex.split(keys.container_command), *binds, keys.container]
+        found |= {"container": " ".join(map(_expanding, words)) + _inside(keys), "venv": ""}
+    return found
+
+
+def _inside(keys: TrainingKeys) -> str:
+    """Return the words that activate environments within the container; the words of a command follow."""
+    steps = ["${WITH_CONDA:-:}"] * isinstance(keys, LumiKeys) + ['source "$0/bin/activate"'] * bool(keys.venv)
+    if not steps:
+        return ""
+    script = "".join(f"{step} || exit 2; " for step in steps) + 'exec "$@"'
+    return f" bash -c {shlex.quote(script)} {_expanding(keys.venv) if keys.venv else 'bash'}"
+
+
+def _expanding(text: str) -> str:
+    """Quote a word for the shell, so that the job expands `$NAME`, `${NAME}` and a leading `~`, and nothing else."""
+    quoted, end = "", 0
+    for found in VARIABLE.finditer(text):
+        name = found[1] or found[2] or "HOME"
+        quoted += (shlex.quote(text[end : found.start()]) if found.start() > end else "") + f'"${{{name}}}"'
+        end = found.end()
+    return quoted + (shlex.quote(text[end:]) if text[end:] or not quoted else "")
+
+
+def _checkpoints(command: str) -> str:
+    """Return where a command says that its checkpoints go, for people."""
+    words = shlex.split(command)
+    if "ckptman.train" in words and "--config" in words[:-1]:
+        return f"`root` of [checkpoint] in {words[words.index('--config') + 1]}"
+    return ", ".join(named_by(command, (), {})) or "where the command saves them"
+
+
+def _on_one_line(text: str) -> str:
+    """A text for a comment, which must not end its line."""
+    line = " ".join(text.split())
+    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
 
 
 def _of_torchrun(keys: TorchrunKeys) -> dict[str, str]:
@@ -206,8 +268,12 @@ def _of_torchrun(keys: TorchrunKeys) -> dict[str, str]:
         "step_options": "--kill-on-bad-exit=1",
         "launcher": "torchrun",
         "world_nodes": '"$SLURM_JOB_NUM_NODES"',
+        "node_setup": _NODE_SETUP,
         **dict.fromkeys(("max_restarts", "own_store", "first_flush", "first_node", "first_node_end", "finished"), ""),
     }
+    if keys.master_suffix:
+        found["node_setup"] += _NODE_ADDRESS.format(suffix=keys.master_suffix)
+    found["node_setup"] = shlex.quote(f'{found["node_setup"]}; exec "$@"')
     if keys.restarts:
         found |= {
             "max_restarts": f"--max-restarts={keys.restarts}",

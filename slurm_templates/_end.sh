@@ -1,0 +1,5 @@
+# --- After the command ---
+@include flush@
+flush_memory
+
+@include exit@
