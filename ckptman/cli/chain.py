@@ -230,7 +230,7 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
         right, drop = "attempt began took step", ("nodes", "took", "job")
         console.say(*console.table(headers, rows, right, drop=drop, width=width))
     for _, job in seen.live:
-        console.say(f"job {job.id}: {job.state.lower()}{console.plain(why_it_waits(job))}")
+        console.say(f"job {job.id}: {job.state.lower()}{console.plain(why_it_waits(chain, job))}")
     if (spec := chain.spec).scheduler == "local":
         if is_gone(spec, seen.state):
             console.say(f"process {spec.pid}, which ran it, is gone: submit the command again to go on")
@@ -253,7 +253,7 @@ def headline(chain: Chain, seen: ChainStatus) -> str:
     return "but none of its jobs is in the queue: ckptman chain resume continues it"
 
 
-def why_it_waits(job: Job) -> str:
+def why_it_waits(chain: Chain, job: Job) -> str:
     """Return why a job waits, and the command that helps; "" if there is nothing to say."""
     if not job.waits or job.reason in ("", "None"):
         return ""
@@ -262,11 +262,19 @@ def why_it_waits(job: Job) -> str:
     if job.reason == "JobHeldUser":
         return ", JobHeldUser: held; ckptman chain resume lets it run"
     if job.reason == "BeginTime":
-        return (
-            f", BeginTime: a pause after a crash with no new checkpoint; scontrol update JobId={job.id} StartTime=now "
-            f"ends it"
-        )
+        return f", BeginTime: {_pause(chain)}; scontrol update JobId={job.id} StartTime=now ends it"
     return f", {job.reason}"
+
+
+def _pause(chain: Chain) -> str:
+    """Return how long the pause of a chain lasts after a crash, in words."""
+    from ckptman.scheduler.history import following
+
+    ends, now = chain.ends(), time.time()
+    if ends and (delay := following(chain, now).delay_seconds):
+        left = max(0.0, ends[max(ends)].ended_seconds + delay - now)
+        return f"a pause of {console.age(delay)} after a crash with no new checkpoint, {console.age(left)} of it left"
+    return "Slurm starts it later, as after a requeue"
 
 
 def _step(ends: Mapping[int, EndRecord]) -> str:

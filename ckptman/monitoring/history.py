@@ -161,7 +161,7 @@ def read_history(root: str | os.PathLike[str], now: float) -> RunHistory:
     """
     root = Path(root)
     check_is_no_checkpoint(root)
-    events, torn = read_journal(journal_path(root))
+    events, torn = read_journal(journal_path(root)) if os.path.lexists(journal_path(root)) else ([], 0)
     notes = [f"{torn} of the lines of its journal cannot be read, and are left out"] if torn else []
     history = history_of(root, events, now=now, notes=notes)
     if history.last is None:

@@ -317,9 +317,12 @@ class _Counter:
         own = self.spans[self._first :]
         self._first = len(self.spans)
         ending, reason = attempt.state, attempt.reason
+        job = stay.job if attempt is stay.attempts[-1] and attempt is not self._alive else None
         if ending == "running" and attempt is not self._alive:
-            told = stay.job.reason if stay.job is not None and attempt is stay.attempts[-1] else ""
-            ending, reason = "killed", told or "it did not say that it ended"
+            ending, reason = "killed", (job.reason if job is not None else "") or "it did not say that it ended"
+        if job is not None and job.chain and job.reason:  # it knows who asked the run to stop, and what failed first
+            ending = "interrupted" if job.ending == "interrupted" else ending
+            reason = job.reason
         self.attempts.append(
             AttemptLedger(
                 number=attempt.number,

@@ -52,7 +52,7 @@ RULES = (
         r"hipErrorECCNotCorrectable|CUDA error: (?:uncorrectable|hardware)",
     ),
     Rule(
-        *("space", "no space or quota is left", "wait", "free space first: ckptman prune ROOT"),
+        *("space", "no space or quota is left", "wait", "free space, as with ckptman prune ROOT"),
         r"No space left on device|Disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|File too large",
     ),
     Rule(
@@ -79,28 +79,44 @@ RULES = (
         r"AcceleratorError\b",
     ),
     Rule(
-        *("nccl", "a collective timed out or failed", "again", "see which rank was late: ckptman status ROOT"),
+        *(
+            "nccl",
+            "a collective timed out or failed",
+            "again",
+            "if it happens again, see which rank is late: ckptman status ROOT",
+        ),
         r"[Ww]atchdog caught collective operation timeout|NCCL error|ncclSystemError|ncclInternalError|"
         r"ncclRemoteError|ncclUnhandledCudaError|DistBackendError\b",
         rank=3,
     ),
-    Rule("hang", "a rank was silent", "count", "see the stack in the log of the attempt", r"Stalled: |RankLostError\b"),
-    Rule("exception", "an exception", "count", "mend the program"),
-    Rule("signal", "a process was killed", "count", "see the log, and dmesg on the node"),
     Rule(
-        *("peer", "a rank lost the connection to another rank", "again", "see the logs of all ranks"),
+        "hang",
+        "a rank was silent",
+        "count",
+        "see the stacks in the log of the attempt: ckptman chain logs",
+        r"Stalled: |RankLostError\b",
+    ),
+    Rule("exception", "an exception", "count", "mend the program"),
+    Rule("signal", "a process was killed", "count", "see the log of the attempt: ckptman chain logs"),
+    Rule(
+        *(
+            "peer",
+            "a rank lost the connection to another rank",
+            "again",
+            "see the logs of all ranks for the first one that ended",
+        ),
         r"Connection (?:closed by peer|reset by peer|refused)|gloo/transport|Broken pipe|DistNetworkError\b|"
         r"DistStoreError\b|ChildFailedError\b|SignalException\b|recvValue failed|socketPollConnect|EOFError\b",
         rank=8,
     ),
-    Rule("exit", "an exit code alone", "count", "see the log of the attempt", rank=7),
+    Rule("exit", "an exit code alone", "count", "see the log of the attempt: ckptman chain logs", rank=7),
     Rule("repeat", "the same error twice in a row", "hold", "mend the program"),
     Rule("time-limit", "the time limit", "again", "nothing"),
     Rule("preempted", "preempted by another job", "again", "nothing"),
     Rule("cancelled", "cancelled by its owner", "again", "end the whole chain with ckptman chain cancel"),
     Rule("requeued", "the job was requeued", "again", "nothing"),
     Rule("asked", "asked to stop", "again", "nothing"),
-    Rule("unknown", "nobody knows", "again", "see the log of the attempt"),
+    Rule("unknown", "nobody knows", "again", "see the log of the attempt: ckptman chain logs"),
 )
 """In the order in which a line is matched."""
 _BY_NAME = {rule.name: rule for rule in RULES}

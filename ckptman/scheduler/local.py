@@ -164,7 +164,7 @@ def _run_attempts(
             following = decide(attempts, limits.crash_limit, limits.max_attempts, limits.stall_limit)
             if following.again or ending in ("finished", "stopped"):
                 tell(following.reason)
-            record.end(attempts[-1], returncode, outcome, sequence, cause)  # nothing of it is printed after this
+            record.end(attempts[-1], returncode, outcome, sequence, left, cause)  # nothing of it is printed after this
             if ending == "finished":
                 return EXIT_OK, reason
             if held := record.held():

@@ -18,6 +18,7 @@ from ckptman.scheduler.attempt_log import logs_of_this_process
 from ckptman.scheduler.causes import Cause
 from ckptman.scheduler.chain import Say
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, ChainState, EndRecord, Spec, State
+from ckptman.scheduler.progress import Left
 
 
 def is_running(spec: Spec) -> bool | None:
@@ -83,7 +84,13 @@ class LocalRecord:
             self.chain.begin(self.attempt)
 
     def end(
-        self, attempt: Attempt, returncode: int, outcome: Outcome | None, sequence: int, cause: Cause | None
+        self,
+        attempt: Attempt,
+        returncode: int,
+        outcome: Outcome | None,
+        sequence: int,
+        left: Left,
+        cause: Cause | None,
     ) -> None:
         with self._patience():
             self.chain.end(
@@ -93,10 +100,11 @@ class LocalRecord:
                     reason=attempt.reason,
                     returncode=returncode,
                     root=outcome.root if outcome else "",
-                    step=outcome.step if outcome else 0,
+                    step=outcome.step if outcome else left.step,
                     sequence=sequence,
                     committed=attempt.has_saved,
                     ended_seconds=time.time(),
+                    newest=left.newest,
                     cause=cause.name if cause else "",
                     evidence=cause.evidence if cause else (),
                     reaction=attempt.reaction,

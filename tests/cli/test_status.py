@@ -71,3 +71,16 @@ def test_a_root_that_vanishes_while_it_is_watched(root):
         watching.wait()
         os.close(ours)
     assert b"Traceback" not in seen
+
+
+def test_without_a_root_it_shows_the_runs_of_the_chains_from_here(tmp_path, monkeypatch, ends):
+    monkeypatch.chdir(tmp_path)
+    assert "no chain that was submitted from here has saved yet" in ends(3, "status").err
+    line = "mkdir -p out/checkpoint-20; echo x > out/checkpoint-20/model.bin; exit 0"
+    assert main(["submit", "--scheduler", "local", "--progress", "out", "--", "bash", "-c", line]) == 0
+    lines = ends(0, "status").out.splitlines()
+    assert lines[0].startswith(f"{tmp_path / 'out'}: finished")
+    assert any(each.strip().startswith("saved     step 20, ") for each in lines)
+    assert any(each.strip().startswith("chain ") for each in lines)
+    assert ends(0, "status", "out").out.splitlines()[1:2] == lines[1:2]
+    assert "for other programs, see ckptman status" in ends(3, "report", "out").err

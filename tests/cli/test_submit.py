@@ -88,6 +88,19 @@ def test_done_says_what_finished_means(tmp_path, monkeypatch, capsys):
     assert "attempt 3 finished: exit code 0; --done all-* is there" in told
 
 
+def test_reactions_are_read_from_a_file_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rules").write_text("# ours\nexit = hold  # no second try\n\n")
+    assert _submit(tmp_path, "1", "--on", "@rules")[0] == 8
+    assert "the next attempt would fail, too" in capsys.readouterr().err
+    for given, told in (("exit=later", "'later' is not a reaction"), ("quit=hold", "no cause 'quit'")):
+        (tmp_path / "rules").write_text(given)
+        assert main(["submit", "--on", "@rules", "x"]) == 2
+        assert told in capsys.readouterr().err
+    assert main(["submit", "--on", "@gone", "x"]) == 2
+    assert "--on @gone: the file cannot be read" in capsys.readouterr().err
+
+
 NOTES = 'cat >> "$NOTES"'
 """A notifier."""
 

@@ -564,7 +564,7 @@ def test_a_submission_that_was_killed_is_no_chain_that_goes_on(tmp_path, fake):
             "job 102: pending, JobHeldAdmin: held by an administrator or by Slurm; scontrol",
         ),
         ("102|PENDING|JobHeldUser||x\n", "JobHeldUser: held; ckptman chain resume lets it run"),
-        ("102|PENDING|BeginTime||x\n", "BeginTime: a pause after a crash"),
+        ("102|PENDING|BeginTime||x\n", "BeginTime: Slurm starts it later, as after a requeue; scontrol update"),
         ("", "active, but none of its jobs is in the queue: ckptman chain resume continues it"),
         (None, "Slurm does not answer: what is in the queue is unknown"),
     ],
@@ -577,6 +577,87 @@ def test_one_line_says_how_a_chain_is(tmp_path, fake, capsys, queue, told):
     shown = capsys.readouterr().out
     assert told in shown
     assert len(fake.argv("squeue")) == 1  # nobody waits for a controller that is away
+
+
+def test_the_pause_after_a_crash_is_told_with_its_end(tmp_path, fake, capsys):
+    chain = submitted(tmp_path, fake, "exit 1")
+    attempt(chain, fake, 1, now=time.time())
+    fake.plan("squeue", (0, "102|PENDING|BeginTime||x\n", ""))
+    assert main(["chain", "show"]) == 0
+    assert "BeginTime: a pause of 60 s after a crash with no new checkpoint, " in capsys.readouterr().out
+
+
+# ---- Why it ended ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "log", "reason", "cause"),
+    [
+        ("101|PREEMPTED|None||x", "", "preempted (SIGTERM on rank 1)", "preempted"),
+        ("101|COMPLETING|TimeLimit||x", "", "the time limit (SIGTERM on rank 1)", "time-limit"),
+        ("101|NODE_FAIL|None||x", "", "a node failed (SIGTERM on rank 1)", "node"),
+        (
+            "101|RUNNING|None||x",
+            "slurmstepd: error: *** JOB 101 ON n1 CANCELLED AT 2026-11-30T02:38:25 ***",
+            "cancelled by its owner (SIGTERM on rank 1)",
+            "cancelled",
+        ),
+        ("101|RUNNING|None||x", "", "SIGTERM on rank 1", ""),
+    ],
+)
+def test_a_run_that_was_asked_to_stop_says_by_whom(tmp_path, fake, monkeypatch, row, log, reason, cause):
+    told = outcome("stopped", step=7, reason="SIGTERM on rank 1")
+    chain = submitted(tmp_path, fake, f"{told}\necho '{log}' >> {tmp_path}/log\nexit 75")
+    _logs_to(tmp_path / "log", monkeypatch)
+    fake.plan("squeue", (0, f"{row}\n", ""))
+    attempt(chain, fake, 1)
+    end = chain.ends()[1]
+    assert (end.ending, end.reason, end.cause) == ("stopped", reason, cause)
+
+
+def _logs_to(log, monkeypatch):
+    log.touch()
+    place = {"log": str(log), "log_begin": 0, "error_log": "", "error_begin": 0}
+    monkeypatch.setattr("ckptman.scheduler.attempt.logs_of_this_process", lambda: place)
+
+
+def test_an_outcome_that_comes_after_the_script_has_ended_is_waited_for(tmp_path, fake):
+    running = outcome("running", reason="").replace('"pid": 1', f'"pid": {os.getpid()}')
+    chain = submitted(tmp_path, fake, f"{running}\nexit 138")
+    job = supervisor(chain, fake)
+
+    def sleep(_):  # the ranks save meanwhile
+        told = {**json.loads(chain.outcome_path(1).read_text()), "state": "stopped", "reason": "SIGUSR1 on rank 0"}
+        chain.outcome_path(1).write_text(json.dumps(told))
+
+    job._sleep = sleep
+    job.run()
+    assert (chain.ends()[1].ending, chain.ends()[1].reason) == ("stopped", "SIGUSR1 on rank 0")
+
+
+def test_a_reaction_of_the_user_wins(tmp_path, fake):
+    crash = outcome("failed", reason="OutOfMemoryError: CUDA out of memory") + "\nexit 1"
+    chain = submitted(tmp_path, fake, crash, on={"oom": "again"}, crash_limit=1)
+    attempt(chain, fake, 1)
+    assert (chain.ends()[1].cause, chain.ends()[1].reaction, chain.state.state) == ("oom", "again", "active")
+    assert not [each for each in fake.argv("scontrol") if "StartTime=now+60" in each]
+
+
+def test_a_node_that_its_cause_blames_is_left_out(tmp_path, fake, monkeypatch):
+    lines = ("RuntimeError: CUDA error: uncorrectable ECC error", "srun: error: n2: task 3: Exited with exit code 1")
+    (tmp_path / "lines").write_text("\n".join(lines))
+    chain = submitted(tmp_path, fake, f"cat {tmp_path}/lines >> {tmp_path}/log; exit 1")
+    _logs_to(tmp_path / "log", monkeypatch)
+    fake.plan("scontrol", (0, "", ""), (0, "n1\nn2\nn3\n", ""), (0, "", ""))
+    attempt(chain, fake, 1)
+    end = chain.ends()[1]
+    assert (end.cause, end.reaction, end.bad_nodes) == ("ecc", "elsewhere", {"n2": "a GPU is faulty"})
+
+
+@pytest.mark.parametrize(("body", "code"), [("exit 75", 0), ("exit 1", 1)])
+def test_a_healthy_attempt_can_exit_with_0(tmp_path, fake, body, code):
+    chain = submitted(tmp_path, fake, body, exit_zero=True)
+    assert attempt(chain, fake, 1)[0] == code
 
 
 # ---- The command line -----------------------------------------------------------------------------------------------
