@@ -43,11 +43,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Next:
-    """Whether to start another attempt (`again`), why, and how long to wait before it."""
+    """Whether to start another attempt (`again`), why, and how long to wait before it. `crashes`: how many in a row
+    count towards the limit."""
 
     again: bool
     reason: str
     delay_seconds: float = 0.0
+    crashes: int = 0
 
 
 def decide(
@@ -110,7 +112,7 @@ def decide(
         return Next(True, told, _delay(last.reaction, len(alike)))
     if crashed:
         told = f"{told} (crash {len(crashed)} of {crash_limit} {_nothing_saved(crashed)})"
-    return Next(True, told, _delay("count", len(crashed)))
+    return Next(True, told, _delay("count", len(crashed)), len(crashed))
 
 
 def _delay(reaction: Reaction, times: int) -> float:

@@ -18,8 +18,7 @@ _GAP_LINES = 300
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of cause. `rank`: of two kinds of cause in one log the lower explains the higher; 9: an echo of another
-    rank's failure."""
+    """One kind of cause. `rank`: of two kinds in one log, the lower one explains the higher one."""
 
     name: str
     title: str
@@ -36,23 +35,23 @@ RULES = (
         rank=0,
     ),
     Rule(
-        *("oom", "a GPU ran out of memory", "count", "use smaller batches, or more GPUs per model"),
+        *("oom", "a GPU ran out of memory", "count", "use smaller batches, or shard the model over more GPUs"),
         r"OutOfMemoryError\b|(?:CUDA|HIP) out of memory|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|"
         r"CUDA error: out of memory",
     ),
     Rule(
-        *("host-oom", "a node ran out of memory", "count", "ask for more memory (--mem), or use less per rank"),
+        *("host-oom", "the job ran out of host memory", "count", "use less per rank, or ask Slurm for more (--mem)"),
         r"oom[_-]kill|Out Of Memory|Killed process \d+|^OUT_OF_MEMORY\b|\bMemoryError\b|std::bad_alloc|"
         r"DefaultCPUAllocator: (?:can't|not enough)|Cannot allocate memory",
         rank=0,
     ),
     Rule(
-        *("ecc", "a GPU is faulty", "elsewhere", "report the node to the site; the next attempt runs without it"),
+        *("ecc", "a GPU is faulty", "elsewhere", "report the node to the site"),
         r"uncorrectable (?:NVLink|ECC)|ECC error|NVRM: Xid|\bXid \(|GPU has fallen off the bus|"
         r"hipErrorECCNotCorrectable|CUDA error: (?:uncorrectable|hardware)",
     ),
     Rule(
-        *("space", "no space or quota is left", "wait", "free space, as with ckptman prune ROOT"),
+        *("space", "no space or quota is left", "wait", "free space, or the next attempt fails, too"),
         r"No space left on device|Disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|File too large",
     ),
     Rule(
@@ -64,7 +63,7 @@ RULES = (
         r"Address already in use|\bEADDRINUSE\b",
     ),
     Rule(
-        *("filesystem", "a file system is gone", "wait", "see if it is mounted on all nodes"),
+        *("filesystem", "a file system is gone", "wait", "check that the file system is mounted on all nodes"),
         r"Stale file handle|Transport endpoint is (?:not connected|shut down)|\[Errno 5\]|Input/output error|"
         r"Cannot send after transport endpoint|RootError: .*(?:not on the file system|not mounted)",
     ),
@@ -79,44 +78,31 @@ RULES = (
         r"AcceleratorError\b",
     ),
     Rule(
-        *(
-            "nccl",
-            "a collective timed out or failed",
-            "again",
-            "if it happens again, see which rank is late: ckptman status ROOT",
-        ),
+        *("nccl", "a collective timed out or failed", "again", "if it happens again, find the rank that is late"),
         r"[Ww]atchdog caught collective operation timeout|NCCL error|ncclSystemError|ncclInternalError|"
         r"ncclRemoteError|ncclUnhandledCudaError|DistBackendError\b",
         rank=3,
     ),
     Rule(
-        "hang",
-        "a rank was silent",
-        "count",
-        "see the stacks in the log of the attempt: ckptman chain logs",
+        *("hang", "a rank was silent", "count", "see its stack in the log of the attempt"),
         r"Stalled: |RankLostError\b",
     ),
-    Rule("exception", "an exception", "count", "mend the program"),
-    Rule("signal", "a process was killed", "count", "see the log of the attempt: ckptman chain logs"),
+    Rule("exception", "an exception", "count", "correct the program or its data"),
+    Rule("signal", "a process was killed", "count", "see the log of the attempt"),
     Rule(
-        *(
-            "peer",
-            "a rank lost the connection to another rank",
-            "again",
-            "see the logs of all ranks for the first one that ended",
-        ),
+        *("peer", "a rank lost another one, which had ended first", "again", "find the first rank that ended"),
         r"Connection (?:closed by peer|reset by peer|refused)|gloo/transport|Broken pipe|DistNetworkError\b|"
         r"DistStoreError\b|ChildFailedError\b|SignalException\b|recvValue failed|socketPollConnect|EOFError\b",
         rank=8,
     ),
-    Rule("exit", "an exit code alone", "count", "see the log of the attempt: ckptman chain logs", rank=7),
-    Rule("repeat", "the same error twice in a row", "hold", "mend the program"),
+    Rule("exit", "an exit code alone", "count", "see the log of the attempt", rank=7),
+    Rule("repeat", "the same error twice in a row", "hold", "correct the program or its data"),
     Rule("time-limit", "the time limit", "again", "nothing"),
     Rule("preempted", "preempted by another job", "again", "nothing"),
-    Rule("cancelled", "cancelled by its owner", "again", "end the whole chain with ckptman chain cancel"),
+    Rule("cancelled", "cancelled with scancel", "again", "cancel the chain if you meant all of it"),
     Rule("requeued", "the job was requeued", "again", "nothing"),
     Rule("asked", "asked to stop", "again", "nothing"),
-    Rule("unknown", "nobody knows", "again", "see the log of the attempt: ckptman chain logs"),
+    Rule("unknown", "the cause is unknown", "again", "see the log of the attempt"),
 )
 """In the order in which a line is matched."""
 _BY_NAME = {rule.name: rule for rule in RULES}
@@ -151,6 +137,11 @@ _WORDS = {
     "Illegal instruction": "SIGILL",
 }
 _EXIT_CODE = re.compile(r"srun: error: \S+ tasks? (?P<tasks>[\d,-]+): Exited with exit code (?P<code>\d+)")
+_TOKENS = (
+    *("error", "fatal", "fail", "fault", "kill", "abort", "illegal", "exception", "interrupt", "timeout", "expired"),
+    *("exit", "stalled", "stopiteration", "watchdog", "not found", "can't open", "xid", "out_of_memory", "bad_alloc"),
+)
+"""A line without any of them is no error: most lines of a log."""
 _SAYS_ERROR = re.compile(r"(?i)error|fatal|fail|watchdog|not found|can't open|\bXid\b")
 _NODE = re.compile(r"srun: error: (?P<srun>[\w.-]+): tasks? (?!.*Terminated)|^\s*host +: (?P<agent>[\w.-]+)")
 _ADDRESS = re.compile(r"0x[0-9a-f]+|\bpid:? \d+|\[[\d.:a-f]+\]:\d+|:\d{2,5}\b")
@@ -222,8 +213,10 @@ def asked_by(lines: Iterable[str], job_id: str) -> Cause | None:
     """Return why Slurm ended a job, as its log says; None if it does not. Other jobs may write to the same log."""
     of_job = re.compile(rf"\b(?:JOB|STEP) {re.escape(job_id)}(?:\.\w+)? ON ")
     for line in lines:
+        if "CANCELLED AT" not in line or not of_job.search(line):
+            continue
         for pattern, name in _BY_SLURM:
-            if of_job.search(line) and pattern.search(line):
+            if pattern.search(line):
                 return Cause(name, _BY_NAME[name].title, (_short(line),), _BY_NAME[name].reaction)
     return None
 
@@ -279,6 +272,9 @@ def _last_burst(found: Sequence[_Found]) -> Iterable[_Found]:
 
 
 def _error_in(at: int, line: str) -> _Found | None:
+    lower = line.lower()
+    if at >= 0 and not any(token in lower for token in _TOKENS):
+        return None
     label = _LABEL.match(line)
     rank = (label["a"] or label["b"]) if label else None
     text = line[label.end() :] if label else line
@@ -294,6 +290,7 @@ def _error_in(at: int, line: str) -> _Found | None:
         if pattern.search(text):
             if at >= 0 and rule.rank > 0 and not is_error and not _SAYS_ERROR.search(text):
                 return None  # a line that mentions it
+            whose = whose.replace("rank", "reported by rank") if rule.name == "nccl" else whose
             return _Found(at, rule, f"{rule.title}: {whose}{_short(text)}", _short(text))
     if is_error and not text.startswith(("KeyboardInterrupt", "SystemExit")):
         return _Found(at, _BY_NAME["exception"], f"{whose}{_short(text)}", _short(text))

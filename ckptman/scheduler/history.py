@@ -97,7 +97,7 @@ def _of_forgotten(
     if cause.name == "unknown":
         if outcome is not None and outcome.state == "failed":
             return crashed(outcome, "killed", lines, {})
-        why = "Slurm could not be asked" if is_away else "Slurm no longer knows the job"
+        why = "Slurm could not be asked" if is_away else f"Slurm no longer knows job {attempt.job_id}"
         cause = replace(cause, line=f"{cause.line}, as {why}")
     return interrupted(cause)
 

@@ -21,13 +21,13 @@ def test_an_end_is_explained(chain, ends):
     lines = ends(0, "chain", "why").out.splitlines()
     assert lines[0] == "c: stopped"
     assert lines[1].startswith("attempt 2 crashed after ")
-    assert [line.split()[0] for line in lines[2:]] == ["cause", "reaction", "chain", "next"]
-    assert lines[2] == "  cause     exception: KeyError: 1"
-    assert "hold" in lines[3]
-    assert lines[5] == "  next      mend the program, then submit the command again"
+    assert [line.split()[0] for line in lines[2:]] == ["cause", "log", "reaction", "next"]
+    assert lines[2] == "  cause     KeyError: 1 [exception]"
+    assert lines[4] == "  reaction  the chain stops: the same error twice in a row, without a new checkpoint"
+    assert lines[5] == "  next      correct the program or its data; then submit the command again"
     told = json.loads(ends(0, "chain", "why", "c", "--json").out)
     assert (told["cause"], told["reaction"], told["number"]) == ("exception", "hold", 2)
-    assert "count" in ends(0, "chain", "why", "--attempt", "1").out
+    assert "counts towards the limit of 3 crashes" in ends(0, "chain", "why", "--attempt", "1").out
 
 
 def test_an_attempt_that_has_not_ended_or_does_not_exist(chain, ends, tmp_path):

@@ -38,12 +38,12 @@ UNKNOWN, LONG = ("crashed", None, 599.0), ("crashed", None, 600.0)
         (
             [SAVED, CRASHED],
             {},
-            Next(True, "attempt 2 crashed: exit code 1 (crash 1 of 3 with no new checkpoint)", 60.0),
+            Next(True, "attempt 2 crashed: exit code 1 (crash 1 of 3 with no new checkpoint)", 60.0, 1),
         ),
         (
             [SAVED, CRASHED, CRASHED],
             {},
-            Next(True, "attempt 3 crashed: exit code 1 (crash 2 of 3 with no new checkpoint)", 120.0),
+            Next(True, "attempt 3 crashed: exit code 1 (crash 2 of 3 with no new checkpoint)", 120.0, 2),
         ),
         (
             [SAVED, CRASHED, CRASHED, CRASHED],

@@ -220,8 +220,8 @@ def test_a_crash_after_a_commit_does_not_count(tmp_path, fake):
         ("NODE_FAIL", "interrupted", "a node failed"),
         ("CANCELLED", "interrupted", "cancelled"),
         ("FAILED", "crashed", "killed (FAILED, NonZeroExitCode)"),
-        ("OUT_OF_MEMORY", "crashed", "a node ran out of memory: OUT_OF_MEMORY"),
-        (None, "interrupted", "killed; the cause is unknown, as Slurm no longer knows the job"),
+        ("OUT_OF_MEMORY", "crashed", "the job ran out of host memory: OUT_OF_MEMORY"),
+        (None, "interrupted", "killed; the cause is unknown, as Slurm no longer knows job 101"),
     ],
 )
 def test_how_an_attempt_ended_that_was_killed(tmp_path, fake, state, ending, reason):
@@ -599,7 +599,7 @@ def test_the_pause_after_a_crash_is_told_with_its_end(tmp_path, fake, capsys):
         (
             "101|RUNNING|None||x",
             "slurmstepd: error: *** JOB 101 ON n1 CANCELLED AT 2026-11-30T02:38:25 ***",
-            "cancelled by its owner (SIGTERM on rank 1)",
+            "cancelled with scancel (SIGTERM on rank 1)",
             "cancelled",
         ),
         ("101|RUNNING|None||x", "", "SIGTERM on rank 1", ""),
