@@ -25,6 +25,8 @@ _MOST_TRACKER_BYTES, _SMALL_BYTES = 4096, 64
 """The largest tracker file, and the largest one with a name of the user's."""
 _MOST_FILES = 2000
 """In one checkpoint, whose sizes are summed; a larger one is taken to be complete."""
+_WHOLE_BYTES = 2**62
+"""Stands for the size of a checkpoint that is complete, however small."""
 _COMPLETE = 0.9
 """A checkpoint smaller than this share of the one before was cut short, or is still being written."""
 _TRACKERS = frozenset(
@@ -34,6 +36,10 @@ _SUFFIXES = (
     *(".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors", ".npz", ".npy", ".h5", ".hdf5", ".pkl", ".pickle"),
     *(".msgpack", ".distcp", ".params", ".pdparams", ".zip", ".keras"),
 )
+_TRACKED = re.compile(r"iter_\d{7}|global_step_?\d+")
+"""Folders of Megatron and DeepSpeed, which write a tracker file after the first of them is complete."""
+_REQUEUES = re.compile(r"hpc_ckpt_\d+\.ckpt")
+"""Lightning's, at its own requeue: the number counts them."""
 _ORBAX = frozenset(("_CHECKPOINT_METADATA", "state", "default", "params", "items"))
 _KEYWORDS = "global_?step|step|iter(?:ation)?|it|checkpoint|ckpt|epoch|ep|ba"
 _COUNTED = re.compile(rf"(?:^|[^a-z])(?:{_KEYWORDS})[-_=.]?\d", re.IGNORECASE)
@@ -79,7 +85,7 @@ class Newest:
     @property
     def step(self) -> int:
         """The step in its name: the last number; 0 if there is none."""
-        return self.numbers[-1] if self.numbers else 0
+        return self.numbers[-1] if self.numbers and not _REQUEUES.fullmatch(Path(self.path).name) else 0
 
     def is_after(self, before: Newest | None) -> bool:
         """Return whether this is another checkpoint than the one that was the newest before, and a later one."""
@@ -212,6 +218,8 @@ def named_by(script: str, arguments: Sequence[str], environ: Mapping[str, str]) 
                 lines.append(shlex.split(line, comments=True))
             except ValueError:
                 lines.append(line.split())
+            # As in bash -c 'python train.py --save out', and ARGUMENTS="--save out".
+            lines += [re.sub(r"^\w+=", "", word).split() for word in lines[-1] if " " in word]
     found: dict[str, None] = {}
     for words in lines:
         found |= dict.fromkeys(_named_in([_expanded(word.strip("\"'"), variables) for word in words]))
@@ -337,6 +345,8 @@ def _newest_of(entries: Sequence[_Entry], since_seconds: float, *, are_named: bo
                 schemes.setdefault(scheme, []).append(newest)
     for scheme, of_scheme in schemes.items():
         left = [each for each in of_scheme if Path(each.path).parent not in tracked]
+        if len(left) == 1 and _TRACKED.fullmatch(Path(left[0].path).name):
+            continue
         if (complete := _newest_complete(left)) is not None:
             found[scheme] = complete
     return found
@@ -369,19 +379,23 @@ def _newest_complete(found: Sequence[Newest]) -> Newest | None:
 
 
 def _bytes(path: Path) -> int:
-    """Return how large a checkpoint is; 0 if it is gone by now."""
-    total, looked = 0, 0
+    """Return how large a checkpoint is; 0 if it is gone by now, or lacks what is written last."""
+    total, looked, is_complete = 0, 0, False
     with suppress(OSError):
         if not _is_folder(path):
             return path.stat().st_size
     for folder, _, names in os.walk(path):
+        if any(name.endswith(".distcp") for name in names):  # torch.distributed.checkpoint writes its metadata last
+            if ".metadata" not in names:
+                return 0
+            is_complete = True
         for name in names:
             looked += 1
             if looked > _MOST_FILES:
-                return 2**62
+                return _WHOLE_BYTES
             with suppress(OSError):
                 total += os.lstat(os.path.join(folder, name)).st_size
-    return total
+    return _WHOLE_BYTES if is_complete else total
 
 
 def _numbers_in_tracker(path: Path) -> tuple[int, ...]:

@@ -65,7 +65,10 @@ LAYOUTS = {
         write(ck / "latest", f"global_step{step}"),
     ],
     "huggingface": lambda ck, step: write(ck / f"checkpoint-{step}/model.safetensors"),
-    "torchtitan": lambda ck, step: write(ck / f"step-{step}/__0_0.distcp"),
+    "torchtitan": lambda ck, step: [
+        write(ck / f"step-{step}/__0_0.distcp"),
+        write(ck / f"step-{step}/.metadata"),
+    ],
     "lightning": lambda ck, step: write(ck / f"lightning_logs/version_{step}/checkpoints/epoch=0-step={step}.ckpt"),
     "files": lambda ck, step: write(ck / f"model_{step}.pt"),
     "epochs": lambda ck, step: write(ck / f"epoch_{step // 1000}/step_{step}.pt"),
@@ -107,6 +110,36 @@ def test_a_checkpoint_that_was_cut_short_is_none(tmp_path):
     write(tmp_path / "checkpoint-400/model.safetensors", 400)  # they are smaller from now on
     [found] = find_newest(["."], tmp_path).values()
     assert found.step == 400
+
+
+@pytest.mark.parametrize(
+    ("first", "tracker"), [("iter_0000025", "latest_checkpointed_iteration.txt"), ("global_step25", "latest")]
+)
+def test_a_first_save_without_its_tracker_file_was_cut_short(tmp_path, first, tracker):
+    write(tmp_path / "ck" / first / "common.pt")
+    assert find_newest(["ck"], tmp_path) == guess_newest(["ck"], tmp_path) == {}
+    write(tmp_path / "ck" / tracker, first)
+    assert [each.step for each in find_newest(["ck"], tmp_path).values()] == [25]
+
+
+def test_the_metadata_of_a_dcp_checkpoint_is_written_last(tmp_path):
+    for step, size in ((100, 3000), (200, 1000)):  # the last one of torchtitan holds the model alone
+        write(tmp_path / f"ck/step-{step}/__0_0.distcp", size)
+        before = [each.step for each in find_newest(["ck"], tmp_path).values()]
+        write(tmp_path / f"ck/step-{step}/.metadata")
+        assert ([each.step for each in find_newest(["ck"], tmp_path).values()], before) == (
+            [step],
+            [step - 100] * (step > 100),
+        )
+
+
+def test_a_checkpoint_of_lightnings_requeue_counts_and_has_no_step(tmp_path):
+    write(tmp_path / "ck/hpc_ckpt_1.ckpt")
+    before = find_newest(["ck"], tmp_path)
+    assert [each.step for each in before.values()] == [0]
+    write(tmp_path / "ck/hpc_ckpt_2.ckpt")
+    left = find_left(["ck"], (), tmp_path, before, 0.0, 0.0, is_known=True)
+    assert (left.has_saved, left.step) == (True, 0)
 
 
 def test_a_file_that_is_saved_over_counts_by_its_time_where_the_user_names_it(tmp_path):
@@ -229,6 +262,8 @@ echo "unclosed
     environ = {"SCRATCH": "/scratch/me"}
     assert named_by(script, ["--ckpt-dir", "q"], environ) == ["q", "/scratch/me/runs/ck", "o1", "o2", "plain"]
     assert named_by("python a.py --save $NOWHERE/x --output-dir ''", [], {}) == []
+    assert named_by("srun bash -c 'RANK=$SLURM_PROCID exec python a.py --save ck --lr 1'", [], {}) == ["ck"]
+    assert named_by('CKPT_ARGS="--load base --save ck"', [], {}) == ["ck"]
 
 
 @pytest.mark.parametrize(
