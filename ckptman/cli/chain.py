@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ckptman.scheduler.slurm.control import ChainStatus
 
 LINES_SHOWN = 20
-WIDTH = 100
-"""Columns of the attempts of a chain if the output does not go to a terminal."""
 MOST_COMMAND = 40
 """Characters of a script and its arguments in a list."""
 _COLOURS = {"finished": "green", "stopped": "red", "cancelled": "red", "paused": "yellow"}
@@ -226,9 +224,8 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
             _row(each, seen.ends.get(each.number), now, is_over=is_slurm and each.job_id not in running)
             for each in seen.attempts
         ]
-        width = console.terminal_width() or WIDTH
         right, drop = "attempt began took step", ("nodes", "took", "job")
-        console.say(*console.table(headers, rows, right, drop=drop, width=width))
+        console.say(*console.table(headers, rows, right, drop=drop, width=console.page_width()))
     for _, job in seen.live:
         console.say(f"job {job.id}: {job.state.lower()}{console.plain(why_it_waits(chain, job))}")
     if (spec := chain.spec).scheduler == "local":

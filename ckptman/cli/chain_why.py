@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 _ENDINGS = {"crashed": "crashed", "interrupted": "was interrupted", "stopped": "stopped", "finished": "finished"}
 _REACTIONS = {
-    "again": "the next attempt starts without a pause",
-    "elsewhere": "the next attempt starts without a pause, and without the node",
+    "again": "no added delay before the next attempt",
+    "elsewhere": "the next attempt does not use the node; no added delay",
     "wait": "the next attempt starts after a pause: 5 min at first, then longer",
     "count": "it counts towards the limit of {limit} crashes in a row without a new checkpoint",
     "hold": "the chain stops: {why}",
@@ -40,10 +40,12 @@ def explain(chain: Chain, seen: ChainStatus, number: int | None, as_json: bool) 
     rows += [("" if place else "evidence", each) for place, each in enumerate(evidence)]
     if attempt is not None and attempt.log and end.ending == "crashed":
         rows.append(("log", attempt.error_log or attempt.log))
-    if end.ending == "crashed" and end.cause and (end.reaction != "count" or not _limit(seen, end)):
+    if end.ending == "crashed" and end.cause and not _limit(seen, end):
         rows.append(("reaction", _reaction(chain, seen, end)))
     if end.bad_nodes:
-        rows.append(("nodes", "left out: " + ", ".join(f"{node} ({why})" for node, why in end.bad_nodes.items())))
+        rows.append(
+            ("nodes", "not used for a day: " + ", ".join(f"{node} ({why})" for node, why in end.bad_nodes.items()))
+        )
     if limit := _limit(seen, end):
         rows.append(("chain", limit))
     rows.append(("next", what_next))
@@ -73,7 +75,7 @@ def _reaction(chain: Chain, seen: ChainStatus, end: EndRecord) -> str:
         if crashes := following(chain, time.time()).crashes:
             return f"crash {crashes} of {limit} in a row without a new checkpoint; the chain stops at {limit}"
         if end.committed:
-            return "the next attempt starts without a pause, because there is a new checkpoint"
+            return "no added delay before the next attempt, because there is a new checkpoint"
     why = "the next attempt would most likely fail in the same way"
     before = seen.ends.get(end.number - 1)
     if before is not None and before.cause == end.cause:
@@ -138,10 +140,10 @@ def _what_next(chain: Chain, seen: ChainStatus, end: EndRecord) -> str:
     if is_gone(chain.spec, seen.state):
         return f"the process that ran the chain is gone: {resume}"
     if seen.running:
-        return f"the chain continues: job {seen.running[-1][1].id} runs"
+        return f"nothing to do: job {seen.running[-1][1].id} runs"
     if seen.waiting:
         job = seen.waiting[0][1]
-        return f"the chain continues: job {job.id} waits in the queue{why_it_waits(chain, job)}"
+        return f"nothing to do: job {job.id} waits in the queue{why_it_waits(chain, job)}"
     if chain.spec.scheduler == "local":
-        return "the chain continues"
+        return "nothing to do: the chain continues"
     return resume if seen.is_known else "ask again: Slurm does not answer now"

@@ -87,6 +87,11 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
+def page_width() -> int:
+    """Return the columns of a table with long reasons: those of the terminal, or 100."""
+    return terminal_width() or 100
+
+
 def table(
     headers: Sequence[str],
     rows: Iterable[Sequence[str]],

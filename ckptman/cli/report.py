@@ -100,7 +100,8 @@ def _run_lines(found: RunReport) -> list[str]:
         for each in ledger.attempts[-ATTEMPTS_SHOWN:]
     ]
     headers = ("attempt", "job", "steps", "took", "counted", "lost", "end")
-    lines += ["", *console.table(headers, rows, "attempt took counted lost", drop=("job", "took"))]
+    width = console.page_width()
+    lines += ["", *console.table(headers, rows, "attempt took counted lost", drop=("job", "took"), width=width)]
     if len(ledger.attempts) > ATTEMPTS_SHOWN:
         lines.append(f"the last {ATTEMPTS_SHOWN} of {len(ledger.attempts)} attempts; --html and --json have all")
     return [*lines, *(f"note: {console.plain(note)}" for note in ledger.notes)]

@@ -277,7 +277,7 @@ class Supervisor:
         verdict = Verdict(*judge(returncode, outcome, asked.line if asked and untold else ""))
         down = self._nodes_that_failed() if verdict.ending in ("crashed", "interrupted") else {}
         if verdict.ending == "crashed":
-            verdict = crashed(outcome, verdict.reason, lines, down)
+            verdict = crashed(outcome, verdict.reason, lines, down, asked)
         else:
             verdict = replace(verdict, cause=asked) if untold else explained(verdict, asked)
         if untold:

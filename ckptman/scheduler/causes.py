@@ -40,7 +40,12 @@ RULES = (
         r"CUDA error: out of memory",
     ),
     Rule(
-        *("host-oom", "the job ran out of host memory", "count", "use less per rank, or ask Slurm for more (--mem)"),
+        *(
+            "host-oom",
+            "the job ran out of host memory",
+            "count",
+            "use less memory per rank, or ask Slurm for more (--mem)",
+        ),
         r"oom[_-]kill|Out Of Memory|Killed process \d+|^OUT_OF_MEMORY\b|\bMemoryError\b|std::bad_alloc|"
         r"DefaultCPUAllocator: (?:can't|not enough)|Cannot allocate memory",
         rank=0,
@@ -51,7 +56,7 @@ RULES = (
         r"hipErrorECCNotCorrectable|CUDA error: (?:uncorrectable|hardware)",
     ),
     Rule(
-        *("space", "no space or quota is left", "wait", "free space, or the next attempt fails, too"),
+        *("space", "no space or quota is left", "wait", "free space or quota"),
         r"No space left on device|Disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|File too large",
     ),
     Rule(
@@ -95,7 +100,7 @@ RULES = (
         r"DistStoreError\b|ChildFailedError\b|SignalException\b|recvValue failed|socketPollConnect|EOFError\b",
         rank=8,
     ),
-    Rule("exit", "an exit code alone", "count", "see the log of the attempt", rank=7),
+    Rule("exit", "an exit code alone", "count", "find the error in the log of the attempt", rank=7),
     Rule("repeat", "the same error twice in a row", "hold", "correct the program or its data"),
     Rule("time-limit", "the time limit", "again", "nothing"),
     Rule("preempted", "preempted by another job", "again", "nothing"),

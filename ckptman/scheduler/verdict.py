@@ -29,6 +29,7 @@ _FROM_OUTSIDE = {
     "DEADLINE": ("time-limit", "its deadline"),
     "REVOKED": ("cancelled", "revoked"),
 }
+_LOSSES = ("peer", "signal", "nccl", "exit")
 _SIGNAL = re.compile(r"\bSIG[A-Z]+[0-9]*\b")
 
 
@@ -45,18 +46,31 @@ def interrupted(cause: Cause) -> Verdict:
     return Verdict("interrupted", cause.line, cause)
 
 
-def crashed(outcome: Outcome | None, code: str, lines: Sequence[str], down: Mapping[str, str]) -> Verdict:
-    """Return why an attempt crashed. `code`: how its script ended, in words; `down`: its nodes that are down.
+def crashed(
+    outcome: Outcome | None, code: str, lines: Sequence[str], down: Mapping[str, str], asked: Cause | None = None
+) -> Verdict:
+    """Return why an attempt crashed.
 
-    A crash because of a node is an interruption: the run is not to blame.
+    A crash because of a node is an interruption: the run is not to blame. So is the loss of a rank after the attempt
+    was asked to stop.
+
+    Args:
+        outcome: what the run reported.
+        code: how its script ended, in words.
+        lines: the end of its log.
+        down: its nodes that are down, and what Slurm knows of them.
+        asked: why it was asked to stop, if it was.
     """
     reported = outcome.reason if outcome is not None and outcome.state == "failed" else ""
     cause = cause_of_crash(reported, lines, code)
     if down:
-        told = f"node failure: {', '.join(down)}; {cause.line}"
+        echo = "the other ranks lost it" if cause.name == "peer" else cause.line
+        told = f"node failure: {', '.join(down)}; {echo}"
         return interrupted(replace(cause, name="node", line=told, reaction="elsewhere"))
     if cause.name == "node":
         return interrupted(cause)
+    if asked is not None and cause.name in _LOSSES:
+        return interrupted(asked)
     return Verdict("crashed", cause.line, cause)
 
 

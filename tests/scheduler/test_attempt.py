@@ -615,6 +615,15 @@ def test_a_run_that_was_asked_to_stop_says_by_whom(tmp_path, fake, monkeypatch, 
     assert (end.ending, end.reason, end.cause) == ("stopped", reason, cause)
 
 
+def test_the_loss_of_a_rank_at_the_time_limit_is_no_crash(tmp_path, fake, monkeypatch):
+    told = outcome("failed", reason="RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    line = "slurmstepd: error: *** JOB 101 ON n1 CANCELLED AT 2026-11-30T02:38:25 DUE TO TIME LIMIT ***"
+    chain = submitted(tmp_path, fake, f"{told}\necho '{line}' >> {tmp_path}/log\nexit 1")
+    _logs_to(tmp_path / "log", monkeypatch)
+    attempt(chain, fake, 1)
+    assert (chain.ends()[1].ending, chain.ends()[1].reason) == ("interrupted", "the time limit")
+
+
 def _logs_to(log, monkeypatch):
     log.touch()
     place = {"log": str(log), "log_begin": 0, "error_log": "", "error_begin": 0}
