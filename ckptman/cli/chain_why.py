@@ -85,7 +85,7 @@ def _reaction(chain: Chain, seen: ChainStatus, end: EndRecord) -> str:
 
 def _limit(seen: ChainStatus, end: EndRecord) -> str:
     """Return why a chain has ended or is held, apart from the reason of its last attempt; "" if that is all."""
-    if seen.state.state in ("active", "finished"):
+    if seen.state.state in ("active", "finished") or end.number != max(seen.ends):
         return ""
     limit = seen.state.reason.partition(f"attempt {end.number} {end.ending}:")[0].rstrip("; ")
     return f"{seen.state.state}: {limit}" if limit else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -130,7 +131,8 @@ class Scene:
             try:
                 environ = process.environ()
                 mine = environ.get("SLURM_JOB_ID") == job and process.name().startswith(("python", "for-"))
-                if mine and any(self.program in word for word in process.cmdline()):
+                here = environ.get("SLURM_CONF") == os.environ.get("SLURM_CONF")  # other clusters have the same ids
+                if mine and here and any(self.program in word for word in process.cmdline()):
                     found.setdefault(int(environ.get("SLURM_PROCID", "0")), process)
             except psutil.Error:
                 continue

@@ -117,7 +117,7 @@ ALL = {
         "torchtitan",
         "torchtitan",
         f"{ON_CPU} out/losses {PROGRAMS}/torchtitan_train.py out STEPS",
-        steps=1500,
+        steps=600,
         starts=r"Training starts at step (\d+)",
         first=1,
     ),
@@ -186,13 +186,15 @@ def test_a_real_program_runs_to_its_end(usual_lab, tmp_path, name):
     scene.finishes(2 * SECONDS)
     ends = list(chain.ends().values())
     print(*ends, sep="\n")
-    assert all(re.fullmatch(program.endings, end.ending) for end in ends[:CUTS]), scene.log()
-    assert all(re.search(program.reasons, end.reason) for end in ends[:CUTS])
-    assert [end.ending for end in ends[CUTS:]] == ["crashed", "finished"]
-    assert "exit code 137" in ends[CUTS].reason
-    assert all(end.committed for end in ends)
+    killed, finished = ends.pop(CUTS), ends.pop()  # an undisturbed attempt may come to a limit, too
+    assert all(re.fullmatch(program.endings, end.ending) for end in ends), scene.log()
+    assert all(re.search(program.reasons, end.reason) for end in ends)
+    assert (killed.ending, finished.ending) == ("crashed", "finished")
+    assert "exit code 137" in killed.reason
+    assert all(end.committed for end in (*ends, killed))
     resumed, last = starts(), [0, *left]
-    assert len(resumed) == len(last)
+    assert len(resumed) == len(chain.attempts()) == len(ends) + 2
+    resumed = resumed[: len(last)]
     if program.cut is time_limit_with_a_signal:  # the checkpoint of a requeue is newer than its name says
         assert all(step >= saved for step, saved in zip(resumed, last))
     else:

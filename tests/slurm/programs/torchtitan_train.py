@@ -20,7 +20,7 @@ class Tokens(IterableDataset):
 
     def __iter__(self):
         while True:
-            time.sleep(0.1 * Path("slow").exists())  # two samples a step
+            time.sleep(0.5 * Path("slow").exists())  # two samples a step
             self.next += 1
             tokens = torch.arange(self.next, self.next + self.length + 1) % 2048
             yield {"input": tokens[:-1], "positions": torch.arange(self.length)}, tokens[1:]
