@@ -11,7 +11,7 @@ from typing import get_args
 from ckptman.errors import ConfigError, masked
 from ckptman.policies.resubmit import Reaction
 
-_LONGEST, _MOST_EVIDENCE = 160, 6
+_LONGEST, _MOST_EVIDENCE = 240, 6
 _GAP_LINES = 300
 """Errors of one end are not further apart in a log."""
 
@@ -159,7 +159,7 @@ class Cause:
     Attributes:
         name: of the rule.
         line: one sentence for people, such as "rank 1 was killed by SIGSEGV".
-        evidence: the lines it was found in, cut to 160 characters.
+        evidence: the lines it was found in, cut to 240 characters.
         reaction: what the chain does.
         node: where the first process ended, if the log names it.
     """

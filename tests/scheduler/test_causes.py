@@ -116,7 +116,7 @@ Root Cause (first observed failure):
 def test_the_first_cause(log, reported, name, line):
     found = cause_of_crash(reported, log.splitlines(), "exit code 7")
     assert (found.name, found.line[: len(line)]) == (name, line)
-    assert len(found.line) <= 250
+    assert len(found.line) <= 300
     assert "\n" not in found.line
 
 
