@@ -31,7 +31,7 @@ def test_a_chain_runs_until_it_is_finished(lab, tmp_path):
 
 
 def test_a_script_that_always_crashes(lab, tmp_path, capsys):
-    chain = submit(script(tmp_path, "echo 'ValueError: this is why' >&2; exit 3"))
+    chain = submit(script(tmp_path, 'echo "ValueError: this is why, $CKPTMAN_ATTEMPT" >&2; exit 3'))
     for number in (2, 3):  # each waits a minute or more: not here
         lab.wait(lambda number=number: len(chain.ends()) == number - 1, 60, "the attempt has not ended")
         job = chain.jobs()[number - 1].job_id
@@ -43,7 +43,22 @@ def test_a_script_that_always_crashes(lab, tmp_path, capsys):
     assert main(["chain", "show"]) == 0
     shown = capsys.readouterr().out
     assert "3 attempts in a row crashed" in shown
-    assert "ValueError: this is why" in shown
+    assert "ValueError: this is why, 3" in shown
+
+
+def test_the_same_error_twice_ends_a_chain_and_is_explained(lab, tmp_path, capsys):
+    chain = submit(script(tmp_path, "python3 -S -c 'raise KeyError(1)'; exit 3"), "--crash-limit", "9")
+    lab.wait(lambda: len(chain.ends()) == 1, 60, "the attempt has not ended")
+    job = chain.jobs()[1].job_id
+    lab.wait(lambda: "BeginTime" in lab.ask("squeue", "-h", "-j", job, "-o", "%r"), 30, "no delay")
+    lab.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+    Scene(lab, chain).over(30)
+    assert [end.cause for end in chain.ends().values()] == ["exception", "exception"]
+    capsys.readouterr()
+    assert main(["chain", "why"]) == 0
+    shown = capsys.readouterr().out
+    assert "  cause     KeyError: 1 [exception]\n" in shown
+    assert "correct the program or its data; then ckptman chain resume" in shown
 
 
 def running(lab, folder):

@@ -89,6 +89,7 @@ ALL = {
         "Megatron",
         "megatron.core",
         f"{MEGATRON} --exit-duration-in-mins 0.2",
+        steps=400,
         tasks=2,
         cut=wait_for_its_own_end,
         endings="stopped",
