@@ -20,4 +20,4 @@
 # append: otherwise a requeued job would empty its log.
 
 # If this job was submitted from within another one, these are the other's. Set yours under "The environment".
-unset MASTER_ADDR MASTER_PORT
+unset MASTER_ADDR MASTER_PORT PET_RDZV_CONF PET_LOCAL_ADDR

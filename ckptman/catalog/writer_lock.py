@@ -30,7 +30,6 @@ from ckptman.io.safe_open import open_regular, read_regular
 from ckptman.io.threads import Flag
 
 BEAT_SECONDS = 5.0
-LOOK_SECONDS = 1.0
 PATIENCE_SECONDS = 30.0
 _LOOKS = 10
 _MOST_BYTES = 1024 * 1024
@@ -88,10 +87,7 @@ def is_this_process(owner: Owner) -> bool:
 
 
 class Claim:
-    """This process's right to write to a root, held until `release`. Made by `claim`.
-
-    `look` is called about every second by the thread that keeps the claim fresh. It must not raise.
-    """
+    """This process's right to write to a root, held until `release`. Made by `claim`."""
 
     def __init__(self, root: Path, owner: Owner, number: int, disk: Disk = DISK) -> None:
         self.root, self.owner = root, owner
@@ -99,9 +95,17 @@ class Claim:
         self._device = root.stat().st_dev
         self._counter = itertools.count(1)
         self._done = Flag()
-        self.look: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._beat, name="ckptman-owner", daemon=True)
         self._thread.start()
+
+    def every(self, seconds: float, look: Callable[[], None]) -> None:
+        """Call something in a thread of its own until the claim is released. It must not raise."""
+
+        def repeat() -> None:
+            while not self._done.wait(seconds):
+                look()
+
+        threading.Thread(target=repeat, name="ckptman-look", daemon=True).start()
 
     def next_tag(self) -> str:
         """A tag for a tmp or trash name that nobody used before, and that tells whose it is."""
@@ -141,12 +145,7 @@ class Claim:
         return mark.number == self._number and mark.owner == self.owner
 
     def _beat(self) -> None:
-        beat = time.monotonic()
-        while not self._done.wait(min(LOOK_SECONDS, BEAT_SECONDS)):
-            self.look()
-            if time.monotonic() - beat < BEAT_SECONDS:
-                continue
-            beat = time.monotonic()
+        while not self._done.wait(BEAT_SECONDS):
             # A file system that is away for a moment is no reason to die here: the next save will tell.
             with contextlib.suppress(OSError):
                 os.utime(owner_path(self.root, self._number), follow_symlinks=False)

@@ -17,6 +17,7 @@ from ckptman.format.paths import check_is_no_checkpoint, journal_path
 from ckptman.monitoring.history import Attempt, RunHistory, chain_folders, history_of
 from ckptman.policies.retention_rules import is_known_time
 from ckptman.runtime.journal import read_journal
+from ckptman.runtime.outcome import read_outcome
 from ckptman.scheduler.chain_record import Chain, State, find_chains
 from ckptman.scheduler.history import root_of
 from ckptman.scheduler.local_record import is_gone
@@ -95,21 +96,24 @@ def roots_of_chains(base: Path) -> list[Path]:
     found: dict[Path, bool] = {}
     for chain in find_chains(base):
         with suppress(CkptmanError):
-            if (root := _root_of(chain)) is not None:
+            for root in _places_of(chain)[:1]:
                 found[root] = found.pop(root, False) or chain.state.state in ("active", "paused")
     return sorted(found, key=lambda root: found[root])
 
 
-def _root_of(chain: Chain) -> Path | None:
-    """Return where a chain saves: the root its attempts named, or the folder of its newest checkpoint."""
-    if root := root_of(chain):
-        return Path(root)
-    newest = _newest_of(chain)
-    return Path(newest.path).parent if newest is not None else None
-
-
-def _newest_of(chain: Chain) -> Newest | None:
-    return latest(next((end.newest for end in reversed(chain.ends().values()) if end.newest), {}))
+def _places_of(chain: Chain) -> list[Path]:
+    """Return where a chain saves: the root that its attempts name, the folder of its newest checkpoint, or the folders
+    that its submission named. The first one is the most certain."""
+    spec, attempts = chain.spec, chain.attempts()
+    outcome = read_outcome(chain.outcome_path(attempts[-1].number)) if attempts else None
+    newest = latest(next((end.newest for end in reversed(chain.ends().values()) if end.newest), {}))
+    named = [Path(spec.begins_in or spec.workdir, each) for each in spec.progress or spec.places]
+    found = [
+        *([Path(root)] if (root := root_of(chain) or (outcome.root if outcome else "")) else []),
+        *([Path(newest.path).parent] if newest is not None else []),
+        *(each for each in named if each.is_dir()),
+    ]
+    return [each.resolve() for each in found]
 
 
 @dataclass
@@ -152,8 +156,12 @@ class _Look:
     def _look_for_other_programs(self) -> None:
         """Look for the checkpoints of a program that saves in its own way, and for its chain among those from here."""
         self.newest = latest(find_newest((str(self.root),), Path.cwd()))
+        root = self.root.resolve()
         for chain in reversed(find_chains(Path.cwd())):
-            if _root_of(chain) == self.root.resolve():
+            with suppress(CkptmanError):
+                places = _places_of(chain)
+                if not any(root == each or root in each.parents or each in root.parents for each in places):
+                    continue
                 self.chain, self.chain_state = chain, chain.state
                 self.goes_on = self.chain_state.state == "active" and not is_gone(chain.spec, self.chain_state)
                 self.job_ids = tuple(job.job_id for job in chain.jobs()[-3:])
@@ -233,6 +241,8 @@ class _Look:
                 state = "running"
             elif self.goes_on and waits:
                 state = "queued"
+            elif self.goes_on and queue is None:
+                state, reason = "running", "as far as its chain knows: Slurm was not asked, or does not answer"
             elif self.chain_state.state == "finished":
                 state = "finished"
         return Status(

@@ -15,7 +15,7 @@ a time limit, a preemption, a node that failed, somebody's `scancel`. Crashed: a
 Reaction = Literal["again", "elsewhere", "wait", "count", "hold"]
 """What a chain does after a cause. again: it starts the next attempt at once. elsewhere: at once, without the nodes
 that failed. wait: after a pause of at least five minutes. count: the attempt counts towards the crash limit. hold: the
-chain stops, because the next attempt would fail, too."""
+chain stops, because the next one would most likely fail in the same way."""
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 60.0, 3600.0
 """The wait after the first crash with no new checkpoint, and the longest."""
 WAIT_SECONDS = 300.0
@@ -88,7 +88,7 @@ def decide(
     if last.outcome == "finished":
         return Next(False, told)
     if last.outcome == "crashed" and last.reaction == "hold":
-        return Next(False, f"{told}; the next attempt would fail, too")
+        return Next(False, f"{told}; the next one would most likely fail in the same way")
     in_vain = list(takewhile(_is_in_vain, reversed(attempts)))
     counted = [
         each

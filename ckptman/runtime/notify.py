@@ -67,7 +67,8 @@ class Notifier:
         with self._lock:
             since = now - self._told.get(event, float("-inf"))
             self._threads = [each for each in self._threads if each.is_alive()]
-            if len(self._threads) >= MOST_AT_ONCE or (event not in _ALWAYS and 0 <= since < AGAIN_SECONDS):
+            is_last = event in _ALWAYS
+            if len(self._threads) >= MOST_AT_ONCE * (1 + is_last) or (not is_last and 0 <= since < AGAIN_SECONDS):
                 return False
             self._told[event] = now
             thread = threading.Thread(target=self._hand_on, args=(note,), name="ckptman-notify", daemon=True)
@@ -79,9 +80,9 @@ class Notifier:
             self._threads.append(thread)
         return True
 
-    def wait(self) -> None:
+    def wait(self, seconds: float | None = None) -> None:
         """Wait some seconds for the notes that are on their way. Then kill their commands."""
-        self._until = until = time.monotonic() + WAIT_SECONDS
+        self._until = until = time.monotonic() + (WAIT_SECONDS if seconds is None else seconds)
         for thread in self._threads:
             thread.join(max(0.0, until + 2.0 - time.monotonic()))
         self._until = float("inf")

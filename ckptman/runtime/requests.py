@@ -31,6 +31,7 @@ from ckptman.io.durable_files import DISK
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.log import tell
 
+LOOK_SECONDS = 1.0
 _TAIL_BYTES = 512 * 1024
 _DONE = {
     "save_durable": "saved",
@@ -55,10 +56,11 @@ class Requests:
         self._claim, self._journal, self._lock = claim, journal, threading.Lock()
         self._waiting: list[_Request] = []
         self._saving: dict[int, list[_Request]] = {}
+        self._has_ended = False
         self._left: set[str] = set()
         """Names of files that could not be removed."""
         journal.listeners.append(self._heard)
-        claim.look = self.look
+        claim.every(LOOK_SECONDS, self.look)
 
     @property
     def save(self) -> bool:
@@ -73,6 +75,8 @@ class Requests:
 
     def look(self) -> None:
         """Take the requests that are there. What is not for this attempt is dropped. Never raises."""
+        if self._has_ended:
+            return  # whoever asks now finds that the attempt ends
         with suppress(CkptmanError, OSError):
             names = os.listdir(run_folder(self._claim.root))  # noqa: PTH208 names alone are wanted
             found = [name for name in names if is_like_request(name) and name not in self._left]
@@ -110,18 +114,20 @@ class Requests:
         step = fields["step"]
         with self._lock:
             if event == "save_begun":
-                self._saving[step] = [each for each in self._waiting if each.what == "save"]
+                own = [each for each in self._waiting if each.what == "save"]
+                self._saving[step] = self._saving.get(step, []) + own  # the step may be saved twice at once
                 self._waiting = [each for each in self._waiting if each.what != "save"]
                 return
             done = self._saving.pop(step, [])
             if event not in ("save_durable", "save_failed"):
+                self._has_ended = True
                 done = [*done, *self._waiting, *(each for saves in self._saving.values() for each in saves)]
                 self._waiting, self._saving = [], {}
         for what in get_args(Ask):
             if own := [each for each in done if each.what == what]:
                 by = sorted({each.by for each in own})
                 ids = [each.id for each in own]
-                self._journal.record("answered", what=what, ids=ids, by=by, done=_DONE[event], step=step)
+                self._journal.record("answered", sync=True, what=what, ids=ids, by=by, done=_DONE[event], step=step)
 
 
 def leave(root: Path, what: Ask, owner: Owner) -> str:
@@ -150,4 +156,4 @@ def _user(path: Path) -> str:
         with suppress(KeyError):
             return pwd.getpwuid(uid).pw_name
         return f"user {uid}"
-    return "nobody that is known"
+    return "an unknown user"

@@ -165,7 +165,8 @@ class RetentionRunner:
         is_nearly_full = free_bytes < self._newest_bytes * _SAVES_AHEAD
         if is_nearly_full and not self._is_nearly_full:
             self._note("disk_nearly_full", free_bytes=int(free_bytes), save_bytes=self._newest_bytes)
-        self._is_nearly_full = is_nearly_full
+        # Not each time that a deletion makes a little room.
+        self._is_nearly_full = free_bytes < self._newest_bytes * (_SAVES_AHEAD + self._is_nearly_full)
 
     def _failed(self, cause: str) -> None:
         self._note("prune_failed", cause=cause)

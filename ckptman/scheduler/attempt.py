@@ -20,12 +20,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
+from ckptman.errors import EXIT_OK, CkptmanError, CorruptError, FormatVersionError, SchedulerError
 from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Ending
 from ckptman.runtime.notify import NOTIFY_ENV
 from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV, Outcome, is_dead
-from ckptman.scheduler.attempt_log import log_lines, logs_of_this_process
+from ckptman.scheduler.attempt_log import logs_of, logs_of_this_process
 from ckptman.scheduler.causes import Cause, asked_by
 from ckptman.scheduler.chain import Say, judge, patient
 from ckptman.scheduler.chain_notes import notes_of
@@ -90,7 +90,11 @@ class Supervisor:
         """Begin, run the script to its end, and decide. The exit code of the script; 0 if there is nothing to do, or if
         the attempt was stopped and the user asked for 0 then."""
         with SignalQueue() as signals:
-            attempt = self._begin()
+            try:
+                attempt = self._begin()
+            except (CorruptError, FormatVersionError) as error:  # so would the next job find them, and the next
+                self._stop(f"its records cannot be read: {error}")
+                return error.exit_code
             if attempt is None:
                 return EXIT_OK
             returncode = self._run_script(signals, attempt)
@@ -271,13 +275,13 @@ class Supervisor:
     def _end(self, attempt: AttemptRecord, returncode: int) -> None:
         chain, now = self._chain, self._clock()
         outcome = self._outcome(attempt, returncode)
-        lines = log_lines(attempt)
+        logs = logs_of(attempt)
         untold = outcome is None or outcome.state == "running"
-        asked = self._who_asked(attempt, lines)
+        asked = self._who_asked(attempt, logs)
         verdict = Verdict(*judge(returncode, outcome, asked.line if asked and untold else ""))
         down = self._nodes_that_failed() if verdict.ending in ("crashed", "interrupted") else {}
         if verdict.ending == "crashed":
-            verdict = crashed(outcome, verdict.reason, lines, down, asked)
+            verdict = crashed(outcome, verdict.reason, logs, down, asked)
         else:
             verdict = replace(verdict, cause=asked) if untold else explained(verdict, asked)
         if untold:
@@ -335,9 +339,9 @@ class Supervisor:
         recorded = [job_of[number] for number in self._chain.ends() if number in job_of]
         return self._job_number - max(recorded, default=0)
 
-    def _who_asked(self, attempt: AttemptRecord, lines: Sequence[str]) -> Cause | None:
+    def _who_asked(self, attempt: AttemptRecord, logs: Sequence[Sequence[str]]) -> Cause | None:
         """Return who asked this attempt to stop; None if nobody did."""
-        if (asked := asked_by(lines, self._job_id)) is not None:
+        if (asked := asked_by(logs, self._job_id)) is not None:
             return asked
         spec, left = self._spec, math.inf
         if spec.limit_seconds is not None:
@@ -383,12 +387,14 @@ class Supervisor:
         self._cancel_successor()
 
     def _turn(self, state: ChainState, reason: str) -> None:
-        with self._unrecorded(f"that the chain is {state}"):
+        with self._unrecorded(f"that the chain is {state}"), suppress(CkptmanError):
             self._chain.turn(state, reason, self._clock())
 
     def _cancel_successor(self) -> None:
         with self._refusal("{}. What is left in the queue finds that the chain has ended, and leaves"):
-            left = {each.job_id for each in self._chain.jobs() if each.number > self._job_number}
+            left: set[str] = set()
+            with suppress(CorruptError):
+                left = {each.job_id for each in self._chain.jobs() if each.number > self._job_number}
             self._slurm.cancel(sorted(left | {self._successor.job_id} if self._successor is not None else left))
 
     def _avoid_bad_nodes(self, first_job: int) -> None:

@@ -24,12 +24,10 @@ def logs_of_this_process() -> dict[str, Any]:
     return {"log": log, "log_begin": log_begin, "error_log": error_log, "error_begin": error_begin}
 
 
-def log_lines(attempt: AttemptRecord) -> list[str]:
-    """Return the last lines that an attempt wrote, at most 8 MiB of each file: errors first, if they have their own."""
-    lines: list[str] = []
-    for path, begin in ((attempt.error_log, attempt.error_begin), (attempt.log, attempt.log_begin)):
-        lines += _tail(path, begin)
-    return lines
+def logs_of(attempt: AttemptRecord) -> list[list[str]]:
+    """Return the last lines that an attempt wrote, at most 8 MiB of each file; the file of its errors first."""
+    files = ((attempt.error_log, attempt.error_begin), (attempt.log, attempt.log_begin))
+    return [list(_tail(path, begin)) for path, begin in files]
 
 
 def _tail(path: str, begin: int) -> Iterator[str]:
@@ -48,7 +46,8 @@ def _file_of(descriptor: int) -> tuple[str, int]:
     """Return the file that a descriptor leads to, and its size; "" if it is not a file."""
     try:
         path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+        path.encode()  # else it could not be recorded
         found = os.fstat(descriptor)
-    except OSError:
+    except (OSError, UnicodeEncodeError):
         return "", 0
     return (path, found.st_size) if stat.S_ISREG(found.st_mode) else ("", 0)

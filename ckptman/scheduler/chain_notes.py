@@ -12,6 +12,7 @@ from ckptman.runtime.notify import Notifier
 from ckptman.scheduler.chain import Say
 from ckptman.scheduler.chain_record import Chain
 
+_REQUEUE_SECONDS = 3.0
 _NOTIFIED, _FAILED = "notified", "notify failed"
 
 
@@ -62,8 +63,8 @@ class _ChainNotes:
                 self._tell("bad_node", f"{attempt}: node {node} is bad: {why}", f"{node}: {why}", facts)
             if fields["ending"] == "crashed":
                 self._tell("crashed", f"{attempt} crashed: {reason}", reason, facts)
-            if event == "end":  # a job that requeues itself is killed in a moment
-                self._notifier.wait()
+            if event == "end" and self._chain.spec.mode == "requeue":  # a job that requeues itself is killed soon
+                self._notifier.wait(_REQUEUE_SECONDS)
 
     def _tell(self, event: str, line: str, reason: str, facts: Mapping[str, Any]) -> None:
         if self._notifier.tell(event, line, chain=str(self._chain.folder), reason=reason, **facts):

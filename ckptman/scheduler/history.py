@@ -19,8 +19,8 @@ from ckptman.runtime.deadline import parse_end_time
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.measurements import save_seconds, start_up
 from ckptman.runtime.outcome import Outcome, read_outcome, reported_nodes
-from ckptman.scheduler.attempt_log import log_lines
-from ckptman.scheduler.causes import OVERRIDABLE, Cause, asked_by, with_reaction
+from ckptman.scheduler.attempt_log import logs_of
+from ckptman.scheduler.causes import CRASHES, Cause, asked_by, with_reaction
 from ckptman.scheduler.chain import gone_text, newest_sequence, spoilt_text
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, JobRecord
 from ckptman.scheduler.lost_outcome import find_outcome
@@ -69,17 +69,17 @@ def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> AttemptRe
         if job is not None and job.runs:
             return attempt
         outcome = outcome_of(chain, attempt)
-        lines = log_lines(attempt)
+        logs = logs_of(attempt)
         if outcome is not None and (outcome.state == "finished" or outcome.state == "stopped"):
-            verdict = explained(Verdict(outcome.state, outcome.reason), asked_by(lines, attempt.job_id))
+            verdict = explained(Verdict(outcome.state, outcome.reason), asked_by(logs, attempt.job_id))
         elif attempt.job_id == running_id:
-            verdict = interrupted(why_requeued(attempt, slurm, lines))
-        elif job is not None and (cause := by_state(job) or asked_by(lines, job.id)) is not None:
+            verdict = interrupted(why_requeued(attempt, slurm, logs))
+        elif job is not None and (cause := by_state(job) or asked_by(logs, job.id)) is not None:
             verdict = interrupted(cause)
         elif job is not None:
-            verdict = crashed(outcome, f"killed ({job.told})", [*lines, job.state], {})
+            verdict = crashed(outcome, f"killed ({job.told})", [*logs, [job.state]], {})
         else:
-            verdict = _of_forgotten(chain, attempt, outcome, lines, is_away=known is None)
+            verdict = _of_forgotten(chain, attempt, outcome, logs, is_away=known is None)
         is_known = job is not None and job.over
         ended = _time(job.ends, now) if job is not None and is_known else now
         seen = None if is_known else chain.last_sign(attempt, now)
@@ -88,15 +88,15 @@ def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> AttemptRe
 
 
 def _of_forgotten(
-    chain: Chain, attempt: AttemptRecord, outcome: Outcome | None, lines: Sequence[str], *, is_away: bool
+    chain: Chain, attempt: AttemptRecord, outcome: Outcome | None, logs: Sequence[Sequence[str]], *, is_away: bool
 ) -> Verdict:
     """Return how an attempt ended whose job Slurm no longer knows."""
-    cause = why_killed(chain, attempt, lines)
-    if cause.name in OVERRIDABLE and cause.name != "node":
+    cause = why_killed(chain, attempt, logs)
+    if cause.name in CRASHES:
         return Verdict("crashed", cause.line, cause)
     if cause.name == "unknown":
         if outcome is not None and outcome.state == "failed":
-            return crashed(outcome, "killed", lines, {})
+            return crashed(outcome, "killed", logs, {})
         why = "Slurm could not be asked" if is_away else f"Slurm no longer knows job {attempt.job_id}"
         cause = replace(cause, line=f"{cause.line}, as {why}")
     return interrupted(cause)
@@ -174,7 +174,7 @@ def _with_reaction(chain: Chain, cause: Cause, has_saved: bool) -> Cause:
     earlier = [end for end in chain.ends().values() if end.number > chain.state.forgiven]
     before = earlier[-1] if earlier and earlier[-1].ending == "crashed" else None
     last = Cause(before.cause, before.reason, before.evidence) if before else None
-    return with_reaction(cause, chain.spec.on, last, has_saved, any(end.committed for end in earlier))
+    return with_reaction(cause, chain.spec.on, last, has_saved, any(end.committed for end in chain.ends().values()))
 
 
 def following(chain: Chain, now: float, last: EndRecord | None = None) -> Next:

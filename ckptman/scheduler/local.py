@@ -17,7 +17,7 @@ from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Attempt, Reaction, counts_as_saved, decide
 from ckptman.runtime.notify import NOTIFY_ENV
 from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV, read_outcome
-from ckptman.scheduler.attempt_log import log_lines
+from ckptman.scheduler.attempt_log import logs_of
 from ckptman.scheduler.causes import Cause, with_reaction
 from ckptman.scheduler.chain import Say, gone_text, judge, newest_sequence, patient, spoilt_text
 from ckptman.scheduler.finished import by_done
@@ -136,7 +136,7 @@ def _run_attempts(
             ending, reason = judge(returncode, outcome, f"{asked.name} was passed on" if asked else "")
             cause = None
             if ending == "crashed":
-                verdict = crashed(outcome, reason, log_lines(record.attempt), {})
+                verdict = crashed(outcome, reason, logs_of(record.attempt), {})
                 ending, reason, cause = verdict.ending, verdict.reason, verdict.cause
             if outcome is None or outcome.state == "running":
                 ending, reason = by_done(limits.done, str(workdir), os.environ, ending, reason)
@@ -178,6 +178,9 @@ def _run_attempts(
                 if not root:
                     tell(NO_ROOT)
                 return None, following.reason
+            if reaction != "count" and following.delay_seconds > 0:
+                tell(f"the next attempt starts in {following.delay_seconds:.0f} s")
+                scheduler.pause(following.delay_seconds)
     tell(f"the chain ends, because {stop.name} asked for it: submit again to go on from the newest checkpoint")
     return EXIT_AGAIN, f"{stop.name} asked for it"
 
@@ -207,6 +210,12 @@ class LocalScheduler:
         """Return the signal that asked the chain to end, or None. Between attempts there is nobody to pass it on to."""
         self._take(0.0)
         return self._stop
+
+    def pause(self, seconds: float) -> None:
+        """Wait until the next attempt, or until somebody asks the chain to end."""
+        until = time.monotonic() + seconds
+        while self.stop_asked() is None and (left := until - time.monotonic()) > 0:
+            self._take(min(left, LOOK_SECONDS))
 
     def run_attempt(self, command: Sequence[str], env: Mapping[str, str]) -> int:
         """Run `command` to its end; its exit code, or -n if signal n killed it. Its output goes where ours goes.

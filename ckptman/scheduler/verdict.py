@@ -47,7 +47,11 @@ def interrupted(cause: Cause) -> Verdict:
 
 
 def crashed(
-    outcome: Outcome | None, code: str, lines: Sequence[str], down: Mapping[str, str], asked: Cause | None = None
+    outcome: Outcome | None,
+    code: str,
+    logs: Sequence[Sequence[str]],
+    down: Mapping[str, str],
+    asked: Cause | None = None,
 ) -> Verdict:
     """Return why an attempt crashed.
 
@@ -57,12 +61,12 @@ def crashed(
     Args:
         outcome: what the run reported.
         code: how its script ended, in words.
-        lines: the end of its log.
+        logs: the ends of its logs.
         down: its nodes that are down, and what Slurm knows of them.
         asked: why it was asked to stop, if it was.
     """
     reported = outcome.reason if outcome is not None and outcome.state == "failed" else ""
-    cause = cause_of_crash(reported, lines, code)
+    cause = cause_of_crash(reported, logs, code)
     if down:
         echo = "the other ranks lost it" if cause.name == "peer" else cause.line
         told = f"node failure: {', '.join(down)}; {echo}"
@@ -94,20 +98,23 @@ def by_state(job: Job) -> Cause | None:
     return Cause(name, line, (f"Slurm: {job.told}",), "again") if name else None
 
 
-def why_killed(chain: Chain, attempt: AttemptRecord, lines: Sequence[str]) -> Cause:
+def why_killed(chain: Chain, attempt: AttemptRecord, logs: Sequence[Sequence[str]]) -> Cause:
     """Return why an attempt was killed that nobody saw end, and whose job the queue no longer shows."""
     from ckptman.scheduler.slurm.accounting import ask_accounting  # pydantic
 
-    if (asked := asked_by(lines, attempt.job_id)) is not None:
+    if (asked := asked_by(logs, attempt.job_id)) is not None:
         return asked
-    for started in ask_accounting([attempt.job_id])[0]:
-        if started.begun is not None and started.begun <= attempt.begun_seconds + 60.0 and started.reason:
-            state = started.reason.upper().split()[0]
-            if state in _FROM_OUTSIDE:
-                name, line = _FROM_OUTSIDE[state]
-                return Cause(name, line, (f"sacct: {state}",), "again")
-            if state in ("OUT_OF_MEMORY", "FAILED"):
-                return cause_of_crash("", [*lines, state], f"killed ({state})")
+    starts = [each for each in ask_accounting([attempt.job_id])[0] if each.begun is not None and each.reason]
+    own = [each for each in starts if (each.begun or 0.0) <= attempt.begun_seconds + 60.0]  # a requeued job has several
+    if own:
+        state = max(own, key=lambda each: each.begun or 0.0).reason.upper().split()[0]
+        if state in _FROM_OUTSIDE:
+            name, line = _FROM_OUTSIDE[state]
+            return Cause(name, line, (f"sacct: {state}",), "again")
+        if state in ("OUT_OF_MEMORY", "FAILED"):
+            return cause_of_crash("", [*logs, [state]], f"killed ({state})")
+    if (logged := cause_of_crash("", logs, "")).name in ("host-oom", "node", "ecc"):
+        return logged
     limit = chain.spec.limit_seconds
     last = chain.last_sign(attempt, math.inf) + _NEAR_SECONDS
     if limit is not None and last >= attempt.begun_seconds + limit:
@@ -121,13 +128,13 @@ def why_killed(chain: Chain, attempt: AttemptRecord, lines: Sequence[str]) -> Ca
     return Cause("unknown", "killed; the cause is unknown", (), "again")
 
 
-def why_requeued(attempt: AttemptRecord, slurm: Slurm, lines: Sequence[str]) -> Cause:
+def why_requeued(attempt: AttemptRecord, slurm: Slurm, logs: Sequence[Sequence[str]]) -> Cause:
     """Return why Slurm requeued the job of an attempt."""
     with suppress(SchedulerError):
         if down := slurm.bad_nodes(attempt.nodes):
             line = f"node failure: {', '.join(down)}; Slurm requeued the job"
             return Cause("node", line, tuple(f"Slurm: {node} {why}" for node, why in down.items()), "elsewhere")
-    asked = asked_by(lines, attempt.job_id)
+    asked = asked_by(logs, attempt.job_id)
     if asked is not None and asked.name != "requeued":
         return replace(asked, line=f"{asked.line}; Slurm requeued the job")
     return Cause("requeued", "the job was requeued", asked.evidence if asked else (), "again")

@@ -79,4 +79,4 @@ class RunNotes:
 
 
 def _failed(why: str) -> None:
-    tell(f"notify failed ({why}): run it by hand to see why. Training goes on without it", logging.WARNING)
+    tell(f"notify failed ({why}): run it by hand to see why. Training continues without it", logging.WARNING)

@@ -24,6 +24,7 @@ FLAGS = 7
 """How many numbers each rank sends."""
 _RANKS = 1 << 32
 """A stop flag is signal number x this + rank, so that the largest flag names a signal and one rank that got it."""
+_ASKED_SAVE = Decision("ckptman ask save")
 _ASKED = {"stop": 128, "hold": 129}
 """What stands in a stop flag for a signal number if `ckptman ask` wants the stop."""
 
@@ -111,8 +112,12 @@ class StepConsensus:
     def decisions(self, step: int, stop: str | None) -> tuple[Decision | None, Decision | None]:
         """Return the decisions behind what was agreed on: to save, and to save to memory. Leader only. Raises: what the
         policy raised."""
+        is_asked = self._requests is not None and self._requests.save
         if stop is not None:
-            return self._policy.decide(self._timings.facts(step, ahead=False, stop=stop)), None
+            decision = self._policy.decide(self._timings.facts(step, ahead=False, stop=stop))
+            return decision or (_ASKED_SAVE if is_asked else None), None
+        if self._planned is _ASKED_SAVE and not is_asked:  # a save of the loop's own has carried it out
+            self._planned = None
         if isinstance(self._planned, CkptmanError):
             raise self._planned
         in_memory = self._planned_memory
@@ -139,7 +144,9 @@ class StepConsensus:
     def _stop_flag(self) -> int:
         received = self._signals.received if self._signals is not None else None
         asked = self._requests.stop if self._requests is not None else None
-        number = int(received or 0) if asked is None else _ASKED[asked]
+        number = int(received or 0)
+        if asked == "hold" or (asked is not None and not number):
+            number = _ASKED[asked]
         return 0 if number == 0 or self.has_stopped else number * _RANKS + self._control.rank
 
     def _plan(self, step: int, ahead: bool) -> Decision | CkptmanError | None:
@@ -152,7 +159,7 @@ class StepConsensus:
         except Exception as error:  # noqa: BLE001 a user's own policy may raise anything
             return ConfigError(f"the save policy failed: {type(error).__name__}: {error}")
         if decision is None and self._requests is not None and self._requests.save:
-            return Decision("ckptman ask save")
+            return _ASKED_SAVE
         return decision
 
 

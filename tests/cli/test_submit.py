@@ -92,7 +92,7 @@ def test_reactions_are_read_from_a_file_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rules").write_text("# ours\nexit = hold  # no second try\n\n")
     assert _submit(tmp_path, "1", "--on", "@rules")[0] == 8
-    assert "the next attempt would fail, too" in capsys.readouterr().err
+    assert "the next one would most likely fail in the same way" in capsys.readouterr().err
     for given, told in (("exit=later", "'later' is not a reaction"), ("quit=hold", "no cause 'quit'")):
         (tmp_path / "rules").write_text(given)
         assert main(["submit", "--on", "@rules", "x"]) == 2

@@ -105,9 +105,10 @@ def test_a_function_that_raises_or_hangs(monkeypatch):
 
     notifier = Notifier(target, failed.append)
     threads = threading.active_count()
-    for _ in range(3 * MOST_AT_ONCE):
-        notifier.tell("stopped", "it stopped")
+    for number in range(3 * MOST_AT_ONCE):
+        notifier.tell(f"event {number}", "it happened")
     assert threading.active_count() - threads == MOST_AT_ONCE, "no more than these run at a time"
+    assert notifier.tell("stopped", "an end has room of its own")
     notifier.wait()  # returns all the same
     freed.set()
     notifier.wait()

@@ -17,7 +17,7 @@ from ckptman.runtime.requests import Requests, answer, leave
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
     """Begin an attempt on a root. Its own thread does not look: tests do."""
-    monkeypatch.setattr(lock, "LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(requests_module, "LOOK_SECONDS", 3600.0)
     monkeypatch.setattr(lock, "BEAT_SECONDS", 3600.0)
     held = []
 

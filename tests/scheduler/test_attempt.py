@@ -653,7 +653,8 @@ def test_a_reaction_of_the_user_wins(tmp_path, fake):
 
 
 def test_a_node_that_its_cause_blames_is_left_out(tmp_path, fake, monkeypatch):
-    lines = ("RuntimeError: CUDA error: uncorrectable ECC error", "srun: error: n2: task 3: Exited with exit code 1")
+    lines = ["[rank3]: RuntimeError: CUDA error: uncorrectable ECC error"]
+    lines += ["srun: error: n2: task 3: Exited with exit code 1"]
     (tmp_path / "lines").write_text("\n".join(lines))
     chain = submitted(tmp_path, fake, f"cat {tmp_path}/lines >> {tmp_path}/log; exit 1")
     _logs_to(tmp_path / "log", monkeypatch)
@@ -743,12 +744,13 @@ def noted(chain, fake, number, tmp_path, say=print, **environ):
 
 
 def test_a_note_of_a_crash_and_none_of_the_next_one_soon_after(tmp_path, fake):
-    chain = submitted(tmp_path, fake, outcome("failed", "/r", 7, "token=hf_" + "a1" * 15) + "\nexit 1", notify="unused")
+    crash = outcome("failed", "/r", 7, "token=hf_" + "a1" * 15) + "\nexit 1"
+    chain = submitted(tmp_path, fake, crash, notify="unused", on={"repeat": "count"})
     events, [note] = noted(chain, fake, 1, tmp_path)
     assert events == {"crashed"}
     assert (note["attempt"], note["job_id"], note["step"], note["root"]) == (1, "101", 7, "/r")
     assert note["chain"] == str(chain.folder)
-    assert note["line"] == f"attempt 1 of chain {chain.folder.name} crashed: token=*** (exit code 1)"
+    assert note["line"] == f"attempt 1 of chain {chain.folder.name} crashed: token=***"
     assert noted(chain, fake, 2, tmp_path)[0] == set(), "there was one just now"
     assert noted(chain, fake, 3, tmp_path)[0] == {"stopped"}, "the end is told in any case"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ckptman.errors import ConfigError
-from ckptman.scheduler.causes import OVERRIDABLE, RULES, Cause, asked_by, cause_of_crash, parse_reactions, with_reaction
+from ckptman.scheduler.causes import CRASHES, RULES, Cause, asked_by, cause_of_crash, parse_reactions, with_reaction
 
 GLOO = (
     "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
@@ -23,6 +23,9 @@ Root Cause (first observed failure):
   host      : n2
   rank      : 5 (local_rank: 1)
   exitcode  : -9 (pid: 4712)"""
+
+
+ROOT_CAUSE = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
 
 
 @pytest.mark.parametrize(
@@ -95,8 +98,12 @@ Root Cause (first observed failure):
             "import",
             "a module or library is missing",
         ),
-        ("script: line 3: pyhton: command not found", "", "import", "a module or library is missing"),
-        ("python: can't open file '/w/trian.py': [Errno 2] No such file or directory", "", "import", "a module"),
+        (
+            "/usr/bin/python3: can't open file '/w/trian.py': [Errno 2] No such file",
+            "",
+            "import",
+            "a module",
+        ),
         ('  File "train.py", line 3\n    x = = 2\nSyntaxError: invalid syntax', "", "import", "a module"),
         ("OSError: [Errno 98] Address already in use", "", "port", "a port is taken"),
         ("OSError: [Errno 116] Stale file handle: '/s/ck'", "", "filesystem", "a file system is gone"),
@@ -108,28 +115,81 @@ Root Cause (first observed failure):
         ("step 1\nstep 2", "", "exit", "exit code 7"),
         ("", "", "exit", "exit code 7"),
         ("srun: error: n1: task 3: Exited with exit code 7", "", "exit", "task 3 ended with code 7"),
+        # NCCL's watchdog ends its process, and srun or torchrun the others.
+        (f"{WATCHDOG}\nsrun: error: n1: task 1: Aborted\nsrun: error: n1: tasks 0,2-3: Killed", "", "nccl", "a coll"),
+        (
+            "srun: error: n1: task 1: Exited with exit code 5\nsrun: error: n1: task 0: Killed",
+            "",
+            "exit",
+            "task 1 ended",
+        ),
+        (
+            f"E1130 failed (exitcode: 3) local_rank: 1 (pid: 7)\n{ROOT_CAUSE}",
+            "",
+            "exit",
+            "local rank 1 ended with code 3",
+        ),
+        # Any class that ends a traceback is an exception; what was caught is not the cause.
+        (f"{TRACEBACK}\nmymod.LossDiverged: at step 7", "", "exception", "mymod.LossDiverged: at step 7"),
+        (f"{TRACEBACK}\nzlib.error: Error -3", "", "exception", "zlib.error: Error -3"),
+        (f"0: [rank0]: {TRACEBACK}\n0: [rank0]: ValueError: no", "", "exception", "rank 0: ValueError: no"),
+        (
+            f"{TRACEBACK}\nKeyError: 'a'\n\nDuring handling of the above exception, another exception occurred:\n\n"
+            f"{TRACEBACK}\ntorch.OutOfMemoryError: CUDA out of memory",
+            "",
+            "oom",
+            "a GPU ran out of memory",
+        ),
+        (f"{TRACEBACK}\nImportError: no flash_attn\ngoing on\nRuntimeError: the end", "", "exception", "RuntimeError"),
+        ("Fatal Python error: Segmentation fault\n\nThread 0x1:", "", "signal", "the program was killed by SIGSEGV"),
+        ("numpy._core._exceptions._ArrayMemoryError: Unable to allocate", "", "host-oom", "the job ran out of host"),
+        ("    raise MemoryError(\nValueError: real", "", "exception", "ValueError: real"),
+        ("OSError: libcuda.so.1: cannot open shared object file", "", "ecc", "a GPU is faulty"),
+        ("requests.exceptions.ConnectionError: HTTPSConnectionPool(host='x'): Max retries", "", "network", "a server"),
+        ("EOFError: Ran out of input", "", "exception", "EOFError"),
+        # A line that mentions an error is not what ended the attempt.
+        (
+            "[W socket.cpp:601] failed to connect to [n1]:29500 (errno: 111 - Connection refused)",
+            "",
+            "exit",
+            "exit code",
+        ),
+        (
+            "WARNING: OSError: [Errno 28] No space (error), continuing\nRuntimeError: real",
+            "",
+            "exception",
+            "RuntimeErr",
+        ),
+        ("slurm_script: line 5: module: command not found\nRuntimeError: real", "", "exception", "RuntimeError: real"),
+        ("UserWarning: Failed to load libpng16.so: cannot open shared object file", "", "exit", "exit code 7"),
         # What a log mentions is not what ended the attempt.
         ("using the memory saver, to avoid CUDA out of memory", "", "exit", "exit code 7"),
         ("OSError: a retry follows\n" + "step\n" * 400 + "KeyError: 'end'", "", "exception", "KeyError: 'end'"),
     ],
 )
 def test_the_first_cause(log, reported, name, line):
-    found = cause_of_crash(reported, log.splitlines(), "exit code 7")
+    found = cause_of_crash(reported, [[], log.splitlines()], "exit code 7")
     assert (found.name, found.line[: len(line)]) == (name, line)
     assert len(found.line) <= 300
     assert "\n" not in found.line
 
 
 def test_a_secret_is_not_repeated():
-    found = cause_of_crash("", ["ValueError: HF_TOKEN=abcdefghijklmnop1234 is refused"], "exit code 1")
+    found = cause_of_crash("", [["ValueError: HF_TOKEN=abcdefghijklmnop1234 is refused"]], "exit code 1")
     assert "abcdefgh" not in found.line + "".join(found.evidence)
 
 
-def test_the_node_of_the_first_process_that_ended():
-    log = ["RuntimeError: CUDA error: uncorrectable ECC error encountered"]
-    log += ["srun: error: n3: task 6: Exited with exit code 1", "srun: error: n1: task 0: Terminated"]
-    assert cause_of_crash("", log, "exit code 1").node == "n3"
-    assert cause_of_crash("", TORCHRUN.splitlines(), "exit code 1").node == "n2"
+def test_the_errors_of_the_file_of_errors_count_first():
+    output = ["step"] * 1000 + ["ConnectionError: wandb is away"]
+    assert cause_of_crash("", [["ValueError: real"], output], "exit code 1").line == "ValueError: real"
+
+
+def test_the_node_of_the_process_that_failed_first():
+    log = ["[rank6]: RuntimeError: CUDA error: uncorrectable ECC error encountered"]
+    log += ["srun: error: n1: tasks 0-3: Killed", "srun: error: n3: tasks 5-6: Exited with exit code 1"]
+    assert cause_of_crash("", [log], "exit code 1").node == "n3"
+    assert cause_of_crash("", [[log[0].removeprefix("[rank6]: "), *log[1:]]], "exit code 1").node == ""
+    assert cause_of_crash("", [["srun: error: Node failure on n7", *log[1:]]], "exit code 1").node == "n7"
 
 
 STEPD = "slurmstepd: error: *** JOB 334 ON n1 CANCELLED AT 2026-11-30T02:38:25{} ***"
@@ -149,7 +209,7 @@ STEPD = "slurmstepd: error: *** JOB 334 ON n1 CANCELLED AT 2026-11-30T02:38:25{}
     ],
 )
 def test_the_log_says_why_slurm_ended_a_job(line, name):
-    found = asked_by(["step 1", line], "334")
+    found = asked_by([[], ["step 1", line]], "334")
     assert (found and found.name) == name
 
 
@@ -167,17 +227,21 @@ def test_the_same_error_twice_holds_the_chain():
     assert reaction(first, again, has_saved=True) == "count"
     assert reaction(first, again, overrides={"repeat": "count"}) == "count"
     assert reaction(first, again, overrides={"exception": "again"}) == "again"
+    for passing in ("FileNotFoundError: data", "TimeoutError: the store", "RuntimeError: CUDA error: launch failure"):
+        cause = cause_of_crash(passing, [], "exit code 1")
+        assert reaction(cause, cause) == "count"
 
 
 def test_a_missing_module_holds_a_chain_that_never_worked():
     missing = cause_of_crash("ModuleNotFoundError: No module named 'x'", [], "exit code 1")
     assert with_reaction(missing, {}, None, False, any_saved=False).reaction == "hold"
     assert with_reaction(missing, {}, None, False, any_saved=True).reaction == "count"
+    assert with_reaction(missing, {}, None, True, any_saved=False).reaction == "count"
 
 
 def test_reactions_of_the_user():
     assert parse_reactions(["oom=again", " import = count "]) == {"oom": "again", "import": "count"}
-    with pytest.raises(ConfigError, match="no cause 'omo'; known: node, oom, host-oom"):
+    with pytest.raises(ConfigError, match="no cause 'omo'; known: oom, host-oom"):
         parse_reactions(["omo=again"])
     with pytest.raises(ConfigError, match="'sometimes' is not a reaction; choose one of again, elsewhere"):
         parse_reactions(["oom=sometimes"])
@@ -186,5 +250,5 @@ def test_reactions_of_the_user():
 def test_every_rule_has_its_own_name_and_a_remedy():
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert all(rule.remedy and rule.title for rule in RULES)
-    assert set(OVERRIDABLE) < {rule.name for rule in RULES}
+    assert set(CRASHES) < {rule.name for rule in RULES}
     assert Cause("no such rule", "x").remedy

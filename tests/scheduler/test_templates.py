@@ -215,7 +215,12 @@ def test_each_torchrun_is_told_whether_it_keeps_the_rendezvous(tmp_path):
         ("torchrun", [], {"SLURM_NODEID": "1"}, ["PET_RDZV_CONF=is_host=0"]),
         ("jupiter", [], {"SLURM_NODEID": "1"}, ["PET_RDZV_CONF=is_host=0"]),
         ("jsc", [], {"SLURM_NODEID": "0"}, ["PET_LOCAL_ADDR=hostname-nodei", "PET_RDZV_CONF=is_host=1"]),
-        ("jsc", ["env.PET_RDZV_CONF=a=b", "env.PET_LOCAL_ADDR=c"], {}, ["PET_LOCAL_ADDR=c", "PET_RDZV_CONF=a=b"]),
+        (
+            "jsc",
+            ["env.PET_RDZV_CONF=a=b", "env.PET_LOCAL_ADDR=c"],
+            {},
+            ["PET_LOCAL_ADDR=c", "PET_RDZV_CONF=a=b,is_host=1"],
+        ),
     ):
         ran = bash(script(name, *given), tmp_path, others=tells, **environ)
         assert sorted(ran.stdout.split()) == [".", *told], ran.stderr

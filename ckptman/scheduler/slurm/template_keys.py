@@ -22,6 +22,9 @@ _LINE_BREAK = re.compile("[\t\n]")
 _TRAIN = "python -m ckptman.train --config run.toml"
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})|(?<![^,:=])~(?=/|$)", re.ASCII)
 """A variable as a user writes it in a path, or a leading `~`."""
+_OF_ENVIRONMENT = re.compile(r"\$(?:[A-Z_][A-Z0-9_]*\b|\{[A-Z_][A-Z0-9_]*\})|^~(?=/|$)", re.ASCII)
+"""Not `${run.name}` of a configuration library."""
+_SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 EXPANDED = ("venv", "env", "container", "container_command", "container_binds")
 """The keys in which the job expands variables; elsewhere they are refused, and `setup` is shell anyway."""
 _POINT = (
@@ -84,11 +87,12 @@ def _words(value: str) -> str:
 
 
 def _without_variables(value: str) -> str:
-    """Refuse variables in a command, except in a script after `-c`: the shell of each rank expands its own."""
-    for word in shlex.split(value):
-        if re.fullmatch(r"-[a-z]*c", word):
-            break
-        if found := VARIABLE.search(word):
+    """Refuse variables of the environment in a command, except in the script of a shell (`bash -c`)."""
+    words = shlex.split(value)
+    for place, word in enumerate(words):
+        shells = [each for each in words[: place - 1] if each.rpartition("/")[2] in _SHELLS] if place > 1 else []
+        is_script = bool(shells) and re.fullmatch(r"-[a-z]*c", words[place - 1]) is not None
+        if not is_script and (found := _OF_ENVIRONMENT.search(word)):
             raise ValueError(
                 f"{found[0]} would not be expanded: write the value itself, or run a shell, such as "
                 f'bash -c "exec python train.py --out $SCRATCH/run"'

@@ -43,9 +43,12 @@ _PLAIN = re.compile(r"[\w./:=,@%+~^-]*")
 _DIRECTIVE = "#SBATCH"
 _WIDTH = 100
 """Of a value in the comments that a script begins with."""
-_NODE_SETUP = 'export PET_RDZV_CONF="${PET_RDZV_CONF:-is_host=$((SLURM_NODEID == 0))}"'
+_NODE_SETUP = (
+    'case ",${PET_RDZV_CONF:-}" in *,is_host=*) ;; '
+    '*) PET_RDZV_CONF="${PET_RDZV_CONF:+$PET_RDZV_CONF,}is_host=$((SLURM_NODEID == 0))" ;; esac; export PET_RDZV_CONF'
+)
 """Run on each node before torchrun."""
-_NODE_ADDRESS = ' PET_LOCAL_ADDR="${{PET_LOCAL_ADDR:-$(hostname -s){suffix}}}"'
+_NODE_ADDRESS = '; export PET_LOCAL_ADDR="${{PET_LOCAL_ADDR:-$(hostname -s){suffix}}}"'
 """The address of this node for the others. That of one node becomes the MASTER_ADDR of torchrun's workers."""
 _OWN_STORE = """\
 # Ranks that are restarted meet in a store of their own each time. In torchrun's they would look for each other under a
@@ -243,6 +246,8 @@ def _expanding(text: str) -> str:
     quoted, end = "", 0
     for found in VARIABLE.finditer(text):
         name = found[1] or found[2] or "HOME"
+        if not found.start() and text[found.end() :].startswith("/"):
+            name += ":?"  # else a variable that is not set would make it a path at the top
         quoted += (shlex.quote(text[end : found.start()]) if found.start() > end else "") + f'"${{{name}}}"'
         end = found.end()
     return quoted + (shlex.quote(text[end:]) if text[end:] or not quoted else "")
