@@ -47,11 +47,11 @@ def ask(
     if what not in get_args(Ask):
         raise ConfigError(f"the request is save, stop or hold, not {what!r}")
     seconds = parse_seconds("--timeout", timeout)
+    owner = read_owner(root)
     (run,) = read_status([root], time.time())
     if run.trouble:
         raise NotFoundError(run.trouble)
-    owner = read_owner(root)
-    if run.state not in ("running", "silent") or owner is None:  # between the two, an attempt may end
+    if run.state not in ("running", "silent") or owner is None or read_owner(root) != owner:  # it may just have ended
         raise NotFoundError(f"no run is training in {root}: see ckptman status {root}")
     if what == "hold":
         _hold(run)
@@ -90,7 +90,8 @@ def _answer(root: Path, request: str, owner: Owner, timeout_seconds: float) -> M
             raise CkptmanError("the attempt ended before it carried out the request: ckptman status shows how")
         if time.monotonic() > until:
             raise CkptmanError(
-                f"no answer within {duration_text(timeout_seconds)}: the run still carries it out when a step ends"
+                f"no answer within {duration_text(timeout_seconds)}: if the run is alive, it carries the request out "
+                f"when a step ends"
             )
         time.sleep(POLL_SECONDS)
 

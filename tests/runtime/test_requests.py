@@ -60,6 +60,20 @@ def test_a_hundred_requests_have_one_effect_of_each_kind(tmp_path, begin):
     assert all(answer(tmp_path, each)["step"] == 7 for each in ids)
 
 
+def test_a_step_that_is_saved_twice_at_once_answers_all(tmp_path, begin):
+    requests, journal = begin()
+    request = ask(tmp_path, "save")
+    requests.look()
+    for _ in range(2):
+        journal.record("save_begun", step=5, reason="twice")
+    journal.record("save_durable", step=5)
+    assert answer(tmp_path, request)["done"] == "saved"
+    journal.record("finished", step=5)
+    ask(tmp_path, "save")
+    requests.look()
+    assert len(left(tmp_path)) == 1, "after the end nobody takes a request"
+
+
 def test_a_save_that_had_begun_before_does_not_carry_it_out(tmp_path, begin):
     requests, journal = begin()
     journal.record("save_begun", step=1, reason="every step")
