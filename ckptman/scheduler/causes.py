@@ -388,7 +388,8 @@ def _error_in(at: int, line: str, *, is_exception: bool = False) -> _Found | Non
                 return None  # a line that mentions it
             rank = rule.rank if is_system else max(rule.rank, 2 if is_exception or is_sure else 5)
             of_rank = of_rank.replace("rank", "reported by rank") if rule.name == "nccl" else of_rank
-            return _Found(at, rule, f"{rule.title}: {of_rank}{short}", short, rank, whose)
+            title = "" if rule.name == "hang" else f"{rule.title}: "
+            return _Found(at, rule, f"{title}{of_rank}{short}", short, rank, whose)
     if is_exception:
         return _Found(at, _BY_NAME["exception"], f"{of_rank}{short}", short, 2, whose)
     return None
