@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,20 +24,29 @@ def logs_of_this_process() -> dict[str, Any]:
     return {"log": log, "log_begin": log_begin, "error_log": error_log, "error_begin": error_begin}
 
 
-def logs_of(attempt: AttemptRecord) -> list[list[str]]:
-    """Return the last lines that an attempt wrote, at most 8 MiB of each file; the file of its errors first."""
-    files = ((attempt.error_log, attempt.error_begin), (attempt.log, attempt.log_begin))
-    return [list(_tail(path, begin)) for path, begin in files]
+def logs_of(attempt: AttemptRecord, later: Sequence[AttemptRecord] = ()) -> list[list[str]]:
+    """Return the last lines that an attempt wrote, at most 8 MiB of each file; the file of its errors first.
+
+    `later`: attempts that may have written to the same files since.
+    """
+    errors = [each.error_begin for each in later if each.error_log == attempt.error_log]
+    output = [each.log_begin for each in later if each.log == attempt.log]
+    return [
+        list(_tail(attempt.error_log, attempt.error_begin, min(errors, default=None))),
+        list(_tail(attempt.log, attempt.log_begin, min(output, default=None))),
+    ]
 
 
-def _tail(path: str, begin: int) -> Iterator[str]:
+def _tail(path: str, begin: int, end: int | None) -> Iterator[str]:
     with suppress(OSError, ValueError):
         if not path or not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 a FIFO would block
             return
         with open(path, "rb") as log:
             size = os.fstat(log.fileno()).st_size
-            log.seek(max(begin if begin <= size else 0, size - MOST_BYTES))
-            text = log.read(MOST_BYTES).decode(errors="replace")
+            end = size if end is None else min(end, size)
+            begin = max(begin if begin <= end else 0, end - MOST_BYTES)
+            log.seek(begin)
+            text = log.read(end - begin).decode(errors="replace")
         for line in text.splitlines():
             yield line[:_LONGEST_LINE]
 

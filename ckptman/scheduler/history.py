@@ -56,7 +56,8 @@ def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> AttemptRe
     that runs all the same. Raises: OSError.
     """
     ends = chain.ends()
-    open_ones = [attempt for attempt in chain.attempts() if attempt.number not in ends]
+    attempts = chain.attempts()
+    open_ones = [attempt for attempt in attempts if attempt.number not in ends]
     if not open_ones:
         return None
     known: dict[str, Job] | None = None
@@ -69,7 +70,7 @@ def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> AttemptRe
         if job is not None and job.runs:
             return attempt
         outcome = outcome_of(chain, attempt)
-        logs = logs_of(attempt)
+        logs = logs_of(attempt, [each for each in attempts if each.number > attempt.number])
         if outcome is not None and (outcome.state == "finished" or outcome.state == "stopped"):
             verdict = explained(Verdict(outcome.state, outcome.reason), asked_by(logs, attempt.job_id))
         elif attempt.job_id == running_id:

@@ -15,8 +15,9 @@ from ckptman.errors import BusyError, ConfigError, ExistsError, NotFoundError, S
 from ckptman.io.durable_files import DISK
 from ckptman.runtime.journal import read_journal
 from ckptman.scheduler.attempt import Supervisor
+from ckptman.scheduler.attempt_log import logs_of
 from ckptman.scheduler.chain_notes import notes_of
-from ckptman.scheduler.chain_record import Chain, JobRecord, Spec, find_chains
+from ckptman.scheduler.chain_record import AttemptRecord, Chain, JobRecord, Spec, find_chains
 from ckptman.scheduler.slurm import control
 from ckptman.scheduler.slurm.submission import Submission, prepare, submit_chain
 from tests.helpers.checkpoints import commit
@@ -613,6 +614,27 @@ def test_a_run_that_was_asked_to_stop_says_by_whom(tmp_path, fake, monkeypatch, 
     attempt(chain, fake, 1)
     end = chain.ends()[1]
     assert (end.ending, end.reason, end.cause) == ("stopped", reason, cause)
+
+
+def test_the_log_of_a_later_attempt_says_nothing_of_an_earlier_one(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("one\ntwo\nthree\n")
+    first, second = (
+        AttemptRecord(
+            number=n,
+            job=n,
+            job_id="1",
+            restart=0,
+            nodes="",
+            host="",
+            log=str(log),
+            log_begin=begin,
+            begun_seconds=NOW,
+        )
+        for n, begin in ((1, 4), (2, 8))
+    )
+    assert logs_of(first, [second]) == [[], ["two"]]
+    assert logs_of(first) == [[], ["two", "three"]]
 
 
 def test_the_loss_of_a_rank_at_the_time_limit_is_no_crash(tmp_path, fake, monkeypatch):
