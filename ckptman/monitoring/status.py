@@ -91,8 +91,9 @@ def read_status(roots: Sequence[str | os.PathLike[str]], now: float, *, slurm: b
 
 
 def roots_of_chains(base: Path) -> list[Path]:
-    """Return where the chains that were submitted from a directory save, each place once, and the chains that go on
-    last. A chain that has not saved yet has none. Raises: OSError."""
+    """Return the checkpoint directories of the chains submitted from `base`, without duplicates, active chains last.
+
+    A chain that has not saved yet is left out. Raises: OSError."""
     found: dict[Path, bool] = {}
     for chain in find_chains(base):
         with suppress(CkptmanError):
@@ -102,8 +103,8 @@ def roots_of_chains(base: Path) -> list[Path]:
 
 
 def _places_of(chain: Chain) -> list[Path]:
-    """Return where a chain saves: the root that its attempts name, the folder of its newest checkpoint, or the folders
-    that its submission named. The first one is the most certain."""
+    """Return the checkpoint directories of a chain, the most certain first: the root that its attempts reported, the
+    directory of its newest checkpoint, and the directories named at its submission."""
     spec, attempts = chain.spec, chain.attempts()
     outcome = read_outcome(chain.outcome_path(attempts[-1].number)) if attempts else None
     newest = latest(next((end.newest for end in reversed(chain.ends().values()) if end.newest), {}))

@@ -74,7 +74,7 @@ class Requests:
         return "hold" if "hold" in asked else "stop" if "stop" in asked else None
 
     def look(self) -> None:
-        """Take the requests that are there. What is not for this attempt is dropped. Never raises."""
+        """Take the pending requests, and drop those to other attempts. Never raises."""
         if self._has_ended:
             return  # whoever asks now finds that the attempt ends
         with suppress(CkptmanError, OSError):

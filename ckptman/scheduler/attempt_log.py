@@ -17,7 +17,7 @@ _LONGEST_LINE = 2000
 
 
 def logs_of_this_process() -> dict[str, Any]:
-    """Return where the output of this process goes, as an attempt records it."""
+    """Return the log fields of an `AttemptRecord` for the output of this process."""
     (log, log_begin), (error_log, error_begin) = _file_of(1), _file_of(2)
     if error_log == log:
         error_log, error_begin = "", 0

@@ -179,7 +179,7 @@ class Cause:
         line: one sentence for people, such as "rank 1 was killed by SIGSEGV".
         evidence: the lines it was found in, cut to 240 characters.
         reaction: what the chain does.
-        node: where the first process ended, if the log names it.
+        node: the node of the process that failed first, if the log names it.
     """
 
     name: str

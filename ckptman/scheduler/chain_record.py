@@ -53,7 +53,7 @@ class Wish(_Record):
     that does not save with ckptman. `done`: a file, a glob pattern or a command that tells that it is finished.
     `on`: reactions to causes of a crash, by name, in place of the usual ones. `exit_zero`: a job whose attempt stopped
     exits with 0, so that Slurm does not call it failed.
-    `notify`: a command that is told how the chain and its attempts end.
+    `notify`: a command that is run with a note when the chain or an attempt ends.
     """
 
     arguments: tuple[str, ...] = ()
@@ -227,7 +227,7 @@ class Chain:
         new = {"state": state, "reason": reason, "time_seconds": now, **changed}
         try:
             self._replace("state.json", self.state.model_copy(update=new))
-        finally:  # whoever listens is told on a full disk, too
+        finally:  # the listeners get the event on a full disk, too
             self.events.record(state, sync=True, reason=reason)
 
     def jobs(self) -> list[JobRecord]:

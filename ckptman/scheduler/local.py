@@ -37,7 +37,7 @@ GRACE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class _Limits:
-    """When a chain ends, and who is told: see `run_chain`."""
+    """The options of a chain: see `run_chain`."""
 
     crash_limit: int
     max_attempts: int | None
@@ -66,7 +66,7 @@ def run_chain(
     How an attempt ended is read from the outcome it wrote to `chain_dir`, and only without one from its exit code.
     `say` gets one line per attempt. `progress`: where the checkpoints of a program are that does not save with ckptman.
     `done`: a file, a glob pattern or a command that tells that it is finished. `on`: reactions to causes of a crash, by
-    name, in place of the usual ones. `notify`: a command that is told how the chain and its attempts end.
+    name, in place of the usual ones. `notify`: a command that is run with a note at each end.
 
     Raises: SchedulerError (`crash_limit` attempts in a row crashed with no new checkpoint, or `stall_limit` ended so in
     whatever way, the last of `max_attempts` crashed, the checkpoints are gone, or the command cannot be started),

@@ -68,6 +68,25 @@ def test_an_older_journal_does_not_say_when_a_killed_attempt_stopped_to_train():
     assert ledger.seconds["unknown"] == pytest.approx(30 * run.step_seconds - run.durable_seconds, abs=5)
 
 
+def test_the_time_until_slurm_notices_a_dead_node_is_not_training():
+    run = run_of(22, ("killed", 330))
+    before = ledger_of(run)
+    run.jobs[-1] = replace(run.jobs[-1], ended=run.now + 50)
+    run.now += 50
+    ledger = ledger_of(run)
+    trained, trained_before = (each.seconds["training"] + each.seconds["repeated"] for each in (ledger, before))
+    assert trained <= trained_before + 30, "at most until its next heartbeat"
+    assert ledger.seconds["ending"] >= before.seconds["ending"] + 20
+
+
+def test_the_chain_says_how_an_attempt_ended():
+    run = run_of(23, ("failed", 100))
+    told = replace(run.jobs[-1], chain="c", ending="interrupted", reason="node failure: n2; the other ranks lost it")
+    run.jobs[-1] = told
+    [attempt] = ledger_of(run).attempts
+    assert (attempt.ending, attempt.reason) == (told.ending, told.reason)
+
+
 def test_a_run_at_work():
     run = run_of(4, ("stopped", 300), ("killed", 250))
     run.jobs[-1] = replace(run.jobs[-1], ended=None)

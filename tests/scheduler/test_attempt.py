@@ -19,6 +19,7 @@ from ckptman.scheduler.attempt_log import logs_of
 from ckptman.scheduler.chain_notes import notes_of
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, JobRecord, Spec, find_chains
 from ckptman.scheduler.slurm import control
+from ckptman.scheduler.slurm.accounting import jobs_of_chains
 from ckptman.scheduler.slurm.submission import Submission, prepare, submit_chain
 from tests.helpers.checkpoints import commit
 from tests.helpers.fake_slurm import FakeSlurm
@@ -614,6 +615,15 @@ def test_a_run_that_was_asked_to_stop_says_by_whom(tmp_path, fake, monkeypatch, 
     attempt(chain, fake, 1)
     end = chain.ends()[1]
     assert (end.ending, end.reason, end.cause) == ("stopped", reason, cause)
+
+
+def test_a_job_held_its_nodes_until_its_batch_script_left(tmp_path, fake):
+    chain = submitted(tmp_path, fake, "exit 75")
+    attempt(chain, fake, 1)
+    os.utime(chain.folder / "attempt-0001.json", (NOW + 120, NOW + 120))  # it waited for the controller
+    assert jobs_of_chains([chain.folder])[0][0].ended == NOW + 120
+    os.utime(chain.folder / "attempt-0001.json", (NOW + 99_999, NOW + 99_999))  # a copy of the folder
+    assert jobs_of_chains([chain.folder])[0][0].ended == NOW
 
 
 def test_the_log_of_a_later_attempt_says_nothing_of_an_earlier_one(tmp_path):
