@@ -37,7 +37,8 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show how runs stand: step, last and next save, job, chain, and when they end."""
-    from ckptman.monitoring.status import read_status, roots_of_chains
+    from ckptman.monitoring.other_programs import roots_of_chains
+    from ckptman.monitoring.status import read_status
 
     if not roots:
         roots = roots_of_chains(Path.cwd())

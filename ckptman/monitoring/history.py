@@ -166,7 +166,8 @@ def read_history(root: str | os.PathLike[str], now: float) -> RunHistory:
     history = history_of(root, events, now=now, notes=notes)
     if history.last is None:
         raise NotFoundError(
-            f"there is no run of ckptman in {root}: for other programs, see ckptman status and ckptman chain show"
+            f"there is no run of ckptman in {root}; that of another program is found by its chain, from the directory "
+            "in which you submitted it"
         )
     return history
 

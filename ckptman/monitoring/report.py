@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.catalog.catalog import Catalog, Entry
-from ckptman.errors import CkptmanError
+from ckptman.errors import CkptmanError, NotFoundError
 from ckptman.monitoring.history import RunHistory, chain_folders, ran, read_history
 from ckptman.monitoring.ledger import KINDS, Kind, Ledger, Now, make_ledger
+from ckptman.monitoring.other_programs import chains_of, history_of_chains
 from ckptman.monitoring.status import Status, read_status
 from ckptman.scheduler.slurm.accounting import JobTimes, ask_accounting, jobs_of_chains, merge
 
@@ -63,7 +64,7 @@ def read_reports(roots: Sequence[str | os.PathLike[str]], now: float, *, slurm: 
 
     Raises: NotFoundError (no run was started in a root), ConfigError (it is one checkpoint), OSError.
     """
-    histories = [read_history(root, now) for root in roots]
+    histories = [_history(Path(root), now) for root in roots]
     chains = [jobs_of_chains(chain_folders(each.attempts)) for each in histories]
     ids = {job.job_id for found, _ in chains for job in found}
     ids |= {attempt.job_id for history in histories for attempt in history.attempts}
@@ -80,6 +81,16 @@ def read_reports(roots: Sequence[str | os.PathLike[str]], now: float, *, slurm: 
     return reports
 
 
+def _history(root: Path, now: float) -> RunHistory:
+    try:
+        return read_history(root, now)
+    except NotFoundError:
+        found = history_of_chains(root, chains_of(root, Path.cwd()), now)
+        if found is None:
+            raise
+        return found
+
+
 def own_jobs(jobs: Sequence[JobTimes], history: RunHistory) -> list[JobTimes]:
     """Return the jobs of chains without those that trained in another root, as a later phase of a training does."""
     ours = {job.root for job in jobs for attempt in history.attempts if ran(job, attempt)} - {""}
@@ -87,12 +98,13 @@ def own_jobs(jobs: Sequence[JobTimes], history: RunHistory) -> list[JobTimes]:
 
 
 def _report(history: RunHistory, status: Status, now: float) -> RunReport:
-    durable, entries = None, tuple[Entry, ...]()
-    try:
-        entries = tuple(Catalog(history.root).complete())
-        durable = entries[-1].step if entries else 0
-    except CkptmanError as error:
-        history = replace(history, notes=(*history.notes, str(error)))
+    durable, entries = status.saved_step, tuple[Entry, ...]()
+    if history.events:
+        try:
+            entries = tuple(Catalog(history.root).complete())
+            durable = entries[-1].step if entries else 0
+        except CkptmanError as error:
+            history = replace(history, notes=(*history.notes, str(error)))
     is_now: Now = "running" if status.state in ("running", "silent") else "over"
     if status.state == "queued" or status.state == "starting":
         is_now = status.state

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +14,10 @@ from ckptman.catalog.writer_lock import process_lives, read_owner
 from ckptman.errors import CkptmanError, RootError
 from ckptman.format.paths import check_is_no_checkpoint, journal_path
 from ckptman.monitoring.history import Attempt, RunHistory, chain_folders, history_of
+from ckptman.monitoring.other_programs import chains_of
 from ckptman.policies.retention_rules import is_known_time
 from ckptman.runtime.journal import read_journal
-from ckptman.runtime.outcome import read_outcome
-from ckptman.scheduler.chain_record import Chain, State, find_chains
-from ckptman.scheduler.history import root_of
+from ckptman.scheduler.chain_record import Chain, State
 from ckptman.scheduler.local_record import is_gone
 from ckptman.scheduler.progress import Newest, find_newest, latest
 from ckptman.scheduler.slurm.commands import Job, ask_queue
@@ -90,33 +88,6 @@ def read_status(roots: Sequence[str | os.PathLike[str]], now: float, *, slurm: b
     return [look.status(now, queue) for look in looks]
 
 
-def roots_of_chains(base: Path) -> list[Path]:
-    """Return the checkpoint directories of the chains submitted from `base`, without duplicates, active chains last.
-
-    A chain that has not saved yet is left out. Raises: OSError."""
-    found: dict[Path, bool] = {}
-    for chain in find_chains(base):
-        with suppress(CkptmanError):
-            for root in _places_of(chain)[:1]:
-                found[root] = found.pop(root, False) or chain.state.state in ("active", "paused")
-    return sorted(found, key=lambda root: found[root])
-
-
-def _places_of(chain: Chain) -> list[Path]:
-    """Return the checkpoint directories of a chain, the most certain first: the root that its attempts reported, the
-    directory of its newest checkpoint, and the directories named at its submission."""
-    spec, attempts = chain.spec, chain.attempts()
-    outcome = read_outcome(chain.outcome_path(attempts[-1].number)) if attempts else None
-    newest = latest(next((end.newest for end in reversed(chain.ends().values()) if end.newest), {}))
-    named = [Path(spec.begins_in or spec.workdir, each) for each in spec.progress or spec.places]
-    found = [
-        *([Path(root)] if (root := root_of(chain) or (outcome.root if outcome else "")) else []),
-        *([Path(newest.path).parent] if newest is not None else []),
-        *(each for each in named if each.is_dir()),
-    ]
-    return [each.resolve() for each in found]
-
-
 @dataclass
 class _Look:
     """What was found in one root."""
@@ -157,16 +128,10 @@ class _Look:
     def _look_for_other_programs(self) -> None:
         """Look for the checkpoints of a program that saves in its own way, and for its chain among those from here."""
         self.newest = latest(find_newest((str(self.root),), Path.cwd()))
-        root = self.root.resolve()
-        for chain in reversed(find_chains(Path.cwd())):
-            with suppress(CkptmanError):
-                places = _places_of(chain)
-                if not any(root == each or root in each.parents or each in root.parents for each in places):
-                    continue
-                self.chain, self.chain_state = chain, chain.state
-                self.goes_on = self.chain_state.state == "active" and not is_gone(chain.spec, self.chain_state)
-                self.job_ids = tuple(job.job_id for job in chain.jobs()[-3:])
-                return
+        for chain in chains_of(self.root, Path.cwd())[-1:]:
+            self.chain, self.chain_state = chain, chain.state
+            self.goes_on = self.chain_state.state == "active" and not is_gone(chain.spec, self.chain_state)
+            self.job_ids = tuple(job.job_id for job in chain.jobs()[-3:])
 
     def _look_at_chain(self) -> None:
         last = self.history.last if self.history is not None else None

@@ -1,5 +1,6 @@
 """`ckptman status` and `ckptman report`: what they print, and one clear line where there is nothing to say."""
 
+import json
 import os
 import pty
 import shutil
@@ -83,4 +84,28 @@ def test_without_a_root_it_shows_the_runs_of_the_chains_from_here(tmp_path, monk
     assert any(each.strip().startswith("saved     step 20, ") for each in lines)
     assert any(each.strip().startswith("chain ") for each in lines)
     assert ends(0, "status", "out").out.splitlines()[1:2] == lines[1:2]
-    assert "for other programs, see ckptman status" in ends(3, "report", "out").err
+
+
+def test_where_the_hours_of_a_program_went_that_saves_in_its_own_way(tmp_path, monkeypatch, ends):
+    monkeypatch.chdir(tmp_path)
+    assert "from the directory in which you submitted it" in ends(3, "report", "out").err
+    (tmp_path / "program.sh").write_text(
+        """n=$(ls out | wc -l)
+        mkdir out/checkpoint-$((n * 10 + 10)) && echo x > out/checkpoint-$((n * 10 + 10))/model.bin
+        [ $n = 0 ] && sleep 1 && exit 75
+        [ $n = 1 ] && sleep 1 && kill -9 $$
+        exit 0"""
+    )
+    (tmp_path / "out").mkdir()
+    assert main(["submit", "--scheduler", "local", "--progress", "out", "--", "bash", "program.sh"]) == 0
+    [found] = json.loads(ends(0, "report", "out", "--json").out)
+    assert [(each["start_step"], each["step"], each["ending"]) for each in found["attempts"]] == [
+        (0, 10, "stopped"),
+        (10, 20, "crashed"),
+        (20, 30, "finished"),
+    ]
+    lost = [each["seconds"]["repeated"] + each["seconds"]["ending"] for each in found["attempts"]]
+    assert lost[0] > 0.9 and lost[1] > 0.9
+    assert sum(found["ledger"]["seconds"].values()) == pytest.approx(found["ledger"]["total_seconds"])
+    page = tmp_path / "page.html"
+    assert "step 30 after" in ends(0, "report", "out", "--html", page).out and page.is_file()
