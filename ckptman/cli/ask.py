@@ -35,8 +35,9 @@ def ask(
 ) -> None:
     """Ask the run that trains in ROOT to save, or to save and stop.
 
-    save: save at the next step, and continue. stop: save and exit with code 75, as after a stop signal; a chain starts
-    the next attempt. hold: as stop, but the chain starts no attempt until ckptman chain resume.
+    save: save at the next step, and continue. stop: do what the run does at a stop signal, which is to save and exit
+    with code 75 unless it has save_on_stop=False; a chain starts the next attempt. hold: as stop, but the chain starts
+    no attempt until ckptman chain resume.
 
     The request is a file in ROOT, so this works from any machine and container that can write there.
     """
@@ -77,13 +78,13 @@ def _hold(run: Status) -> None:
 
 
 def _answer(root: Path, request: str, owner: Owner, timeout_seconds: float) -> Mapping[str, Any]:
-    from ckptman.catalog.writer_lock import process_lives, read_owner
+    from ckptman.catalog.writer_lock import is_alive
     from ckptman.policies.intervals import duration_text
     from ckptman.runtime.requests import answer
 
     until = time.monotonic() + timeout_seconds
     while True:
-        has_ended = read_owner(root) != owner or process_lives(owner) is False  # first: the answer comes before that
+        has_ended = not is_alive(root, owner)  # first: the answer comes before that
         if (found := answer(root, request)) is not None:
             return found
         if has_ended:

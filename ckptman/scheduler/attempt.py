@@ -321,7 +321,7 @@ class Supervisor:
             self._ensure_successor(attempt.number)  # somebody may have cancelled it
             following_job = job_number_after(chain, self._job_number) or self._successor
             if self._retry_at is None and following_job is not None:
-                self._say(f"the chain goes on with job {following_job.job_id}")
+                self._say(f"the chain goes on: job {following_job.job_id} is in the queue")
             elif self._retry_at is not None:
                 following_job = None
                 self._say(

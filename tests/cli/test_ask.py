@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from ckptman.catalog import writer_lock
 from ckptman.catalog.writer_lock import claim, read_owner
 from ckptman.checkpointer import Checkpointer
 from ckptman.cli import ask
@@ -61,9 +62,13 @@ def test_no_answer_in_time(run, ends):
     assert "no answer within" in said.err
 
 
-def test_a_run_that_is_killed_before_it_answers(run):
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_run_that_is_killed_before_it_answers(run, monkeypatch, is_here):
     root, world = run
     owner = read_owner(root)
+    if not is_here:  # on another machine: that its claim is no longer touched is all that can be seen
+        monkeypatch.setattr(writer_lock, "_host_key", lambda: "another machine")
+        monkeypatch.setattr(writer_lock, "PATIENCE_SECONDS", 0.3)
     world.kill(0)
     world.join()
     with pytest.raises(CkptmanError, match="ended before it carried out"):

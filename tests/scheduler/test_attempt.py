@@ -129,6 +129,18 @@ def test_the_same_script_twice_is_refused(tmp_path, fake):
     prepare(Submission(script=tmp_path / "train.sbatch"), None, {}, NOW)
 
 
+def test_of_two_submissions_at_once_one_is_refused(tmp_path, fake):
+    """Both were checked before either had left a trace."""
+    (tmp_path / "train.sbatch").write_text("#!/bin/bash\ntrue\n")
+    folders = [tmp_path / "ckptman-chains" / name for name in ("one", "two")]
+    both = [prepare(Submission(script=tmp_path / "train.sbatch"), each, {}, NOW)[0] for each in folders]
+    submit_chain(both[0], fake.client(), NOW)
+    with pytest.raises(ExistsError, match="goes on already"):
+        submit_chain(both[1], fake.client(), NOW)
+    assert not folders[1].exists()
+    assert len(fake.argv("sbatch")) == 1
+
+
 @pytest.mark.parametrize(
     ("script", "kind", "told"),
     [
@@ -160,7 +172,7 @@ def test_an_attempt_submits_the_next_before_the_script_runs(tmp_path, fake):
     assert fake.argv("sbatch")[1][3:] == ["--dependency=afterany:101", str(chain.batch_file), "2"]
     assert not [name for name in fake.calls[1]["environ"] if name.startswith(("SLURM_JOB", "CKPTMAN"))]
     assert [job.job_id for job in chain.jobs()] == ["101", "102"]
-    assert said[-2:] == ["attempt 1 stopped: exit code 75", "the chain goes on with job 102"]
+    assert said[-2:] == ["attempt 1 stopped: exit code 75", "the chain goes on: job 102 is in the queue"]
     assert not fake.argv("scancel")
 
 
@@ -371,7 +383,7 @@ def test_a_full_disk_under_the_chain_ends_nothing(tmp_path, fake, monkeypatch):
         code, told = attempt(chain, fake, 1)
         assert code == 75
         assert any("that this attempt began cannot be recorded" in each for each in told)
-        assert told[-1] == "the chain goes on with job 102"
+        assert told[-1] == "the chain goes on: job 102 is in the queue"
     assert len(fake.argv("sbatch")) == 2  # none twice
     assert not chain.attempts()
     code, told = attempt(chain, fake, 2)
@@ -715,7 +727,7 @@ def test_the_whole_way_by_the_command_line(tmp_path, fake, capsys):
     out = capsys.readouterr().out
     assert "submitted job 101" in out
     assert "no --time" in out
-    [folder] = (tmp_path / "ckptman-chains").iterdir()
+    [folder] = (tmp_path / "ckptman-chains").glob("*-*")
     attempt(Chain(folder), fake, 1)
     for name in ([], [folder.name], ["101"], [str(folder)]):
         assert main(["chain", "show", *name]) == 0

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerError
 from ckptman.forecast.save_costs import SHORTEST_LIMIT_SECONDS, warning_seconds
-from ckptman.scheduler.chain import new_chain_dir
+from ckptman.io.durable_files import DISK
+from ckptman.scheduler.chain import CHAINS, new_chain_dir
 from ckptman.scheduler.chain_record import Chain, JobRecord, Spec, Wish, find_chains
 from ckptman.scheduler.finished import is_finished
 from ckptman.scheduler.history import avoided, job_number_after, measured_save_seconds
@@ -35,6 +38,8 @@ MOST_PLACES = 20
 """Of checkpoints, taken from the arguments of a script."""
 _SUBMITTED_SECONDS = 300.0
 """A chain that has no job by then was not submitted: who did so was killed."""
+LOCK_TRIES, LOCK_SECONDS = 100, 0.05
+"""For so long another submission is waited for, which makes the folder of its chain."""
 _EXITS_EARLY = re.compile(r"--exit-(?:duration-in-mins|interval|signal-handler)\b")
 """Megatron's."""
 
@@ -55,6 +60,8 @@ class PreparedChain:
     script: BatchScript
     remarks: tuple[str, ...]
     """What the user should know."""
+    another: bool
+    """Whether it may go on beside a chain of the same script."""
 
 
 def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, str], now: float) -> list[PreparedChain]:
@@ -104,11 +111,7 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
         created_seconds=now,
     )
     base = (folder or new_chain_dir(now)).resolve()
-    others = (
-        []
-        if submission.another
-        else [(each, each.spec) for each in find_chains(workdir) if each.spec.scheduler == "slurm"]
-    )
+    others = [] if submission.another else _chains_from(workdir)
     width = len(str(max((task for task in tasks if task is not None), default=0)))
     made = []
     for task in tasks:
@@ -118,7 +121,8 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
             own = spec.model_copy(update={"array_task": task, "options": (*spec.options, f"--array={task}")})
             where = base.with_name(f"{base.name}-task{task:0{width}}")
         _refuse_twins(own, others)
-        made.append(PreparedChain(Chain(where), own, script, (*remarks(options), *_remarks_of(own, text))))
+        told = (*remarks(options), *_remarks_of(own, text))
+        made.append(PreparedChain(Chain(where), own, script, told, submission.another))
     return made
 
 
@@ -138,14 +142,17 @@ def submit_chain(prepared: PreparedChain, slurm: Slurm, now: float) -> list[JobR
     """Make the folder of a chain, and put its first job into the queue, or as many as are wanted up front.
 
     Where the queue takes not all of them, they are fewer: the last of them has the next one follow.
-    Raises: SchedulerError.
+    Raises: SchedulerError, ExistsError (a chain of the same script was submitted meanwhile).
     """
     chain, spec, script = prepared.chain, prepared.spec, prepared.script
     source = Path(spec.script)
     options = (*spec.options, *_warning(spec, None))
     folders = chain.folder, Path(spec.begins_in)
     batch = batch_file(script, source.name, sys.executable, *folders, options, spec.sbatch_variables)
-    Chain.create(chain.folder, spec, source.read_bytes(), batch)
+    with _alone_in(Path(spec.workdir) / CHAINS):
+        if not prepared.another:
+            _refuse_twins(spec, _chains_from(Path(spec.workdir)))
+        Chain.create(chain.folder, spec, source.read_bytes(), batch)
     try:
         jobs = [_submit(chain, slurm, 1, (), now)]
         for number in range(2, spec.upfront + 1):
@@ -273,6 +280,25 @@ def _places_of_output(options: Mapping[str, str], workdir: Path) -> list[str]:
         if "%" in str(base) and not Path(given).is_absolute():  # it would be taken for a pattern
             found.append(f"{name}={str(base).replace('%', '%%')}/{given}")
     return found
+
+
+def _chains_from(workdir: Path) -> list[tuple[Chain, Spec]]:
+    return [(each, each.spec) for each in find_chains(workdir) if each.spec.scheduler == "slurm"]
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Let nobody else begin a chain in a folder meanwhile, as far as it can be written to and has locks."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            DISK.make_folders(folder)
+            lock = stack.enter_context((folder / ".lock").open("ab"))
+            for _ in range(LOCK_TRIES):
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(LOCK_SECONDS)
+        yield
 
 
 def _refuse_twins(spec: Spec, others: Sequence[tuple[Chain, Spec]]) -> None:
