@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ckptman._tracebacks import short_traceback
-from ckptman.catalog.reader_lease import reading
+from ckptman.catalog.reader_lease import held, refuse_gone
 from ckptman.comm.control_group import AllRanks, Channel, RankFailed, failing_as_one
 from ckptman.comm.frozen import agree_on_frozen
 from ckptman.comm.replicas import compare_replicas
-from ckptman.errors import CommitError, warn_only
+from ckptman.errors import CommitError, CorruptError, NotFoundError, warn_only
 from ckptman.format.manifest import Replicas
 from ckptman.io.durable_files import DISK
 from ckptman.loading.accepted import EVERYTHING, Accepted, Skipped
 from ckptman.loading.loader import load as load_checkpoint
-from ckptman.run import checkpoint_at
+from ckptman.run import at_newest, checkpoint_at
 from ckptman.saving.refused_values import warn_of_refused
 from ckptman.saving.write_plan import RankFile, plan_save, signature_of
 from ckptman.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
@@ -128,7 +128,7 @@ def load(
         What was skipped: `.missing` and `.unexpected`, by flat names or whole keys. It is false where that is nothing.
 
     Raises:
-        NotFoundError: there is no checkpoint at `path`.
+        NotFoundError: there is no checkpoint at `path`, or it was deleted.
         MismatchError: a name is missing in the checkpoint, or has another shape or dtype there. Nothing was filled.
         ConfigError: a pattern of `missing` names nothing, or ranks differ in the patterns. Nothing was filled.
         CorruptError: the bytes are not what was saved. What was to be filled is not usable.
@@ -138,10 +138,22 @@ def load(
     """
     channel = Channel(TIMEOUT_SECONDS)
     try:
-        with failing_as_one():
-            folder = channel.run_on_leader(partial(checkpoint_at, path))
-        with reading(folder, what="load") if channel.is_leader else contextlib.nullcontext():
-            accepted = Accepted.agreed(channel, missing, unexpected)
-            return load_checkpoint(channel, UnwrappedState(state_dict), folder, accepted, strict=False, verify=verify)
+        accepted = Accepted.agreed(channel, missing, unexpected)
+
+        def find() -> Path:
+            with failing_as_one():
+                return channel.run_on_leader(partial(checkpoint_at, path))
+
+        def fill(folder: Path) -> Skipped:
+            state = UnwrappedState(state_dict)
+            with held(folder, what="load") if channel.is_leader else contextlib.nullcontext(), failing_as_one():
+                channel.run_on_leader(partial(refuse_gone, folder))
+                try:
+                    return load_checkpoint(channel, state, folder, accepted, strict=False, verify=verify)
+                except (CorruptError, NotFoundError):
+                    channel.run_on_leader(partial(refuse_gone, folder))
+                    raise
+
+        return at_newest(path, find, fill)
     finally:
         channel.close()

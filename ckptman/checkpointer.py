@@ -73,7 +73,7 @@ from ckptman.session.run_session import RunSession, failed_start_reported
 from ckptman.session.step_consensus import Agreed, StepConsensus
 from ckptman.session.step_reporter import StepReporter
 from ckptman.session.timings import Timings, process_started
-from ckptman.session.watchdog_actions import Setting, make_watchdog
+from ckptman.session.watchdog_actions import RankWatchdog, Setting
 from ckptman.state.asked_settings import asked_settings, replaced, texts_of
 from ckptman.state.grown_buffers import GrownBuffers
 from ckptman.state.named_state import Snapshot, check_plain_values, is_settled
@@ -232,9 +232,11 @@ class Checkpointer:
         with failing_as_one():
             self._control.run_on_all(partial(check_plain_values, self._state))
         OpenRoot.take_over(self.root.absolute())
+        self._watchdog = RankWatchdog(watchdog, self._control, self.root.absolute())
         self._backend = backend_for(self.root.absolute(), tiers, DISK)  # the process may go to another folder
         starting = failed_start_reported(self.root, self._control.is_leader)
         with starting, contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever happens
+            undone.callback(self._watchdog.close)
             self._session = RunSession.open(self._control, self._backend, run_id, total_step_number(total_steps))
             undone.callback(self._session.release)
             self._listening = undone.enter_context(contextlib.ExitStack())
@@ -244,8 +246,7 @@ class Checkpointer:
                     lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
                 )
             self._notes = RunNotes(notify, self._session, os.environ)
-            self._watchdog = make_watchdog(watchdog, self._control, self._session, self._notes)
-            undone.callback(self._watchdog.close)
+            self._watchdog.opened(self._control, self._session, self._notes)
             self._timeout_seconds, self._nonfinite = timeout_seconds, nonfinite
             self._hooks = OptimizerHooks(self._state)
             undone.callback(self._hooks.close)

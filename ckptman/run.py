@@ -6,12 +6,13 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from ckptman.catalog.catalog import Catalog, Entry
+from ckptman.catalog.reader_lease import GoneError
 from ckptman.catalog.root_checks import check_is_folder
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, plain
 from ckptman.format.foreign import recognize
@@ -28,6 +29,10 @@ from ckptman.policies.retention_rules import KeepBest
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.metrics_log import metric_names, read_metric
 from ckptman.runtime.outcome import read_outcome
+
+T = TypeVar("T")
+_LOOKS = 10
+"""After so many a root from which each checkpoint vanishes before it is read is no longer looked at anew."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,28 @@ def checkpoint_at(path: str | os.PathLike[str]) -> Path:
     if latest is None:
         raise NotFoundError(f"{folder} is not a checkpoint, and holds none that counts: name the folder of one step")
     return latest.path
+
+
+def at_newest(path: str | os.PathLike[str], find: Callable[[], Path], use: Callable[[Path], T]) -> T:
+    """Use the checkpoint that is meant, and return what comes of it. Of a root from which that was deleted meanwhile it
+    is the one that is the newest then.
+
+    Args:
+        path: What was asked for.
+        find: Returns the folder that is meant by it (see `checkpoint_at`).
+        use: Reads it. GoneError: it was deleted.
+
+    Raises: GoneError, and what `find` and `use` raise.
+    """
+    looks = 0
+    while True:
+        folder = find()
+        looks += 1
+        try:
+            return use(folder)
+        except GoneError:
+            if looks == _LOOKS or folder == Path(path):
+                raise
 
 
 class Curve(NamedTuple):

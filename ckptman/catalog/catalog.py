@@ -18,6 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from ckptman.catalog.pins import PINNED, read_pin
+from ckptman.catalog.reader_lease import refuse_gone
 from ckptman.catalog.rollback_records import read_abandoned
 from ckptman.catalog.verified import VERIFIED, read_verified
 from ckptman.errors import CkptmanError, CorruptError, FormatVersionError, NotFoundError, RootError
@@ -463,9 +464,10 @@ def _stamp_of(found: os.stat_result) -> _Stamp:
 
 
 def look_at_folder(path: Path) -> Entry:
-    """Judge one folder as the catalog of its root does."""
+    """Judge one folder as the catalog of its root does. Raises: GoneError."""
     named = parse_step(path.resolve().name)
     entry = look_at(path, named.step if named else None)
+    refuse_gone(path)
     if entry.manifest is not None and named is not None and named.kind in ("tmp", "trash"):
         entry = replace(entry, problem="it was never committed" if named.kind == "tmp" else "it was deleted")
     return mark(entry, read_abandoned(path.resolve().parent))

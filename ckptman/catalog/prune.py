@@ -26,7 +26,7 @@ from ckptman.catalog.reader_lease import TAKING, lease, look
 from ckptman.catalog.rollback_records import rollback_numbers
 from ckptman.catalog.tiers import awaited
 from ckptman.errors import CkptmanError
-from ckptman.format.paths import MANIFEST, run_folder, step_folder
+from ckptman.format.paths import MANIFEST, METADATA, run_folder, step_folder
 from ckptman.io.durable_files import DISK, Disk, holding, is_super_user, owner_of, stat_of, through
 from ckptman.policies.retention import Record, RetentionPolicy, Verdict, over_limit, plan
 from ckptman.policies.retention_rules import newest_finite
@@ -351,13 +351,16 @@ class _Work:
 
     def remove(self, trash: Path, path: Path, record: Record) -> None:
         """Remove one that was taken."""
-        # Its manifest first: who finds the rest of it under this name must not take it for a checkpoint.
+        # Its descriptions first: who finds the rest of it, by this name or for a while still by the one before, must
+        # not take that for a checkpoint. `.metadata` before the manifest, as with it alone plain DCP loads the rest.
         try:
             with holding(trash):
-                self._disk.remove_file(trash / MANIFEST)
+                for name in (METADATA, MANIFEST):
+                    self._disk.remove_file(trash / name)
         except OSError as error:
             # It is somebody else's: whole as it is, nobody would find it under that name, and no prune could remove it.
-            if os.path.lexists(trash / MANIFEST) and self._place.put_back(trash, path):
+            is_whole = os.path.lexists(trash / METADATA) and os.path.lexists(trash / MANIFEST)
+            if is_whole and self._place.put_back(trash, path):
                 raise OSError(error.errno, error.strerror, str(path)) from error
             raise
         self._remove(trash)

@@ -5,9 +5,13 @@
 
 A lease is a file `.ckptman/lease-<nonce>.json` that names the folders in use. It is taken *before* the first look at
 them. A prune says in the same way what it is about to take, looks for readers, and only then renames a folder; a reader
-that finds such a word waits until the folder is gone or the prune is past it. So either the reader finds nothing there,
-or the prune finds the reader. Where a prune cannot say so (a full disk), it looks again after the rename, and puts the
-folder back where somebody came in between.
+that finds such a word waits until the folder is gone or the prune is past it, and then lists the root. So either the
+reader does not find the folder in the list, or the prune finds the reader. Where a prune cannot say so (a full disk),
+it looks again after the rename, and puts the folder back where somebody came in between.
+
+Only the list tells whether a checkpoint is there. A client of a distributed file system may go on finding a folder, and
+files in it, by a name that another client has changed, for a second or for a minute; it does not list that name. So
+what a reader cannot read is damaged only if its checkpoint is still in the list (`is_gone`).
 
 It is dead when its process is, on the same host; from another host, when nobody touched it for `PATIENCE_SECONDS` while
 we watched: clocks of two hosts are never compared. What is not known to be dead holds.
@@ -27,8 +31,16 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ckptman.catalog.writer_lock import BEAT_SECONDS, PATIENCE_SECONDS, Owner, process_lives, this_process, touched_at
-from ckptman.errors import CorruptError, RootError, plain
+from ckptman.catalog.writer_lock import (
+    BEAT_SECONDS,
+    PATIENCE_SECONDS,
+    Owner,
+    device_of,
+    process_lives,
+    this_process,
+    touched_at,
+)
+from ckptman.errors import CorruptError, NotFoundError, RootError, plain
 from ckptman.format.paths import is_lease, lease_path, parse_step, run_folder
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_regular
@@ -47,6 +59,10 @@ _first_seen: dict[Path, tuple[int, float]] = {}
 
 Kept from look to look: a run that prunes after each save has watched between its saves, and needs not wait.
 """
+
+
+class GoneError(NotFoundError):
+    """A checkpoint that is read was deleted, or another one has its name now."""
 
 
 class Lease(BaseModel):
@@ -95,27 +111,32 @@ def lease(root: Path, names: Sequence[str], *, what: str, disk: Disk = DISK) -> 
     path, text = taken
     if what != TAKING:
         _let_prunes_pass(root, names)
-    done, pid = Flag(), os.getpid()
-    thread = threading.Thread(target=_beat, args=(path, text, done, disk), name="ckptman-lease", daemon=True)
-    with contextlib.suppress(RuntimeError):  # no more threads for this user: the process itself says that it is alive
-        thread.start()
+    held, pid = _Held(path, text, disk, made), os.getpid()
     try:
         yield path.stem.removeprefix("lease-")
     finally:
         if os.getpid() == pid:  # a forked child that leaves the block leaves the lease, which is its parent's
-            done.set()
-            if thread.ident is not None:
-                thread.join(_END_SECONDS)
-            if not thread.is_alive():  # else it waits for a file system that hangs, and nobody else is to
-                with contextlib.suppress(OSError):
-                    disk.remove_file(path)
-                    # Who only looks leaves nothing behind.
-                    if made:
-                        disk.remove_empty_folder(run_folder(root))
+            held.give_back()
 
 
 @contextmanager
 def reading(folder: Path, *, what: str, disk: Disk = DISK) -> Iterator[None]:
+    """Hold one checkpoint (see `held`), and tell what is deleted meanwhile from what is damaged.
+
+    For who reads alone: where several ranks do, all of them have to raise the same. Raises: GoneError; what the block
+    raises.
+    """
+    with held(folder, what=what, disk=disk):
+        refuse_gone(folder)
+        try:
+            yield
+        except (CorruptError, NotFoundError, OSError):
+            refuse_gone(folder)
+            raise
+
+
+@contextmanager
+def held(folder: Path, *, what: str, disk: Disk = DISK) -> Iterator[None]:
     """Hold the one checkpoint in `folder`, by whatever path it is named. Nothing where it has no checkpoint's name:
     no prune takes such a folder."""
     where = Path(os.path.realpath(folder))
@@ -123,6 +144,27 @@ def reading(folder: Path, *, what: str, disk: Disk = DISK) -> Iterator[None]:
         lease(where.parent, [where.name], what=what, disk=disk) if parse_step(where.name) else contextlib.nullcontext()
     ):
         yield
+
+
+def is_gone(folder: Path) -> bool:
+    """Whether a checkpoint is no longer in its root, by a new listing of that; False where nobody can tell. A step that
+    is being saved again is there: its folder stands aside for a moment."""
+    where = Path(os.path.realpath(folder))
+    named = parse_step(where.name)
+    try:
+        names = os.listdir(where.parent) if named is not None else []  # noqa: PTH208 names alone are wanted
+    except OSError:  # a mount that is away has lost nothing
+        return False
+    if named is None or where.name in names:
+        return False
+    there = (parse_step(name) for name in names)
+    return not any(each is not None and each.kind == "old" and each.step == named.step for each in there)
+
+
+def refuse_gone(folder: Path) -> None:
+    """Raises: GoneError, if a checkpoint is no longer in its root."""
+    if is_gone(folder):
+        raise GoneError(f"{folder} was deleted: ckptman list {folder.parent} shows the checkpoints there are")
 
 
 def look(root: Path, *, wait: bool = True, but: str = "") -> Leases:
@@ -191,18 +233,54 @@ def _let_prunes_pass(root: Path, names: Sequence[str]) -> None:
             time.sleep(_PASS_LOOK_SECONDS)
 
 
-def _beat(path: Path, text: bytes, done: Flag, disk: Disk) -> None:
-    """Touch a lease now and then, and once more when it is over: that tells whether the file system still answers."""
-    over = False
-    while not over:
-        over = done.wait(BEAT_SECONDS)
-        # A file system that is away for a moment is no reason to stop.
+class _Held:
+    """A lease that is touched now and then by a thread of its own, which also removes it when it is given back.
+
+    A file system that is away for a moment is no reason to stop: it is touched later, and removed later. `made`: its
+    folder goes, too.
+    """
+
+    def __init__(self, path: Path, text: bytes, disk: Disk, made: bool) -> None:
+        self._path, self._text, self._disk, self._made = path, text, disk, made
+        self._device: int | None = None
         with contextlib.suppress(OSError):
-            try:
-                os.utime(path, follow_symlinks=False)
-            except FileNotFoundError:  # a prune that heard nothing of us for long took us for dead
-                if not over:
-                    disk.create_whole_file(path, text)
+            self._device = device_of(path)
+        self._over, self._tried = Flag(), threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="ckptman-lease", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads for this user: the process says that it is alive
+            self._thread.start()
+
+    def give_back(self) -> None:
+        """Remove it, or have that tried again and again where the file system does not allow it now."""
+        self._over.set()
+        if self._thread.ident is None:
+            self._is_removed()
+        else:
+            self._tried.wait(_END_SECONDS)  # no longer: it may wait for a file system that hangs
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                try:
+                    os.utime(self._path, follow_symlinks=False)
+                except FileNotFoundError:  # a prune that heard nothing of us for long took us for dead
+                    self._disk.create_whole_file(self._path, self._text)
+        while not self._is_removed():
+            self._tried.set()
+            time.sleep(BEAT_SECONDS)
+        self._tried.set()
+
+    def _is_removed(self) -> bool:
+        try:
+            device = device_of(self._path)
+            if not os.path.lexists(self._path):  # below a mount point nothing is, while the mount is away
+                return self._device in (None, device)
+            self._disk.remove_file(self._path)
+            if self._made:  # who only looks leaves nothing behind
+                self._disk.remove_empty_folder(self._path.parent)
+        except OSError:
+            return False
+        return True
 
 
 def _paths(root: Path) -> list[Path]:

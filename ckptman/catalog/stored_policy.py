@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ckptman.io.safe_open import read_regular
 from ckptman.policies.retention_rules import RetentionPolicy
 from ckptman.policies.serialization import from_data, to_data
 
+AGAIN_SECONDS = 1.0
 FORMAT_VERSION = 1
 _MOST_BYTES = 1024 * 1024
 _REMEDY = "say what to keep, with options such as --keep-last 3"
@@ -39,7 +41,12 @@ def read_policy(root: Path) -> RetentionPolicy | None:
     """
     path = retention_path(root)
     try:
-        raw: dict[str, Any] = parse_versioned(path, unseal(path, read_regular(path, _MOST_BYTES, remedy="remove it")))
+        try:
+            data = read_regular(path, _MOST_BYTES, remedy="remove it")
+        except FileNotFoundError:  # a client may find none while another one replaces it
+            time.sleep(AGAIN_SECONDS)
+            data = read_regular(path, _MOST_BYTES, remedy="remove it")
+        raw: dict[str, Any] = parse_versioned(path, unseal(path, data))
         return from_data(raw)
     except FileNotFoundError:
         raise ConfigError(f"no run stored with {root} what it keeps, so there are no rules: {_REMEDY}") from None

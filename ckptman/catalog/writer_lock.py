@@ -114,19 +114,27 @@ class Claim:
     def check(self) -> None:
         """Raises: BusyError if another run took the root over (this process was silent for too long), RootError where
         something else lies there now, OSError."""
-        mark = _newest(self.root)
-        if mark is None and self.root.stat().st_dev != self._device:
-            raise RootError(
-                errno.ENODEV,
-                f"{self.root} is not on the file system that this run began on, so what is saved there would be hidden "
-                f"once that is back: see whether it is still mounted",
-            )
+        mark = self._mark()
         if mark is None:
             # Somebody removed the run's own files: claimed again, or the next run would come in unhindered.
             self._disk.make_folders(run_folder(self.root))
             _stake(self.root, self._number, self.owner, self._disk)
         elif not self._is_mine(mark):
             raise _busy(self.root)
+
+    def check_mount(self) -> None:
+        """Raises: RootError where the root is on another file system now, as when it was unmounted; OSError."""
+        self._mark()
+
+    def _mark(self) -> _Mark | None:
+        mark = _newest(self.root)
+        if mark is None and device_of(self.root) != self._device:
+            raise RootError(
+                errno.ENODEV,
+                f"{self.root} is not on the file system that this run began on, so what is saved there would be hidden "
+                f"once that is back: see whether it is still mounted",
+            )
+        return mark
 
     def release(self) -> None:
         """Give the root free. Never takes away somebody else's claim; nothing in a forked child, whose it is not."""
@@ -244,6 +252,15 @@ def _busy(root: Path) -> BusyError:
     if owner is None:
         return BusyError(str(root), "unknown", 0, None)
     return BusyError(str(root), owner.host, owner.pid, owner.job_id, is_this_process(owner))
+
+
+def device_of(path: Path) -> int:
+    """Return the device of the file system that a path is on, or would be. Raises: OSError."""
+    while True:
+        try:
+            return path.stat().st_dev
+        except FileNotFoundError:
+            path = path.parent
 
 
 def root_error(root: Path, done: str, error: OSError) -> RootError:

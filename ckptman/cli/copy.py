@@ -62,7 +62,7 @@ def copy(
     is there already is not copied again.
     """
     from ckptman.catalog.backends.backend import find_url, open_backend
-    from ckptman.catalog.backends.source import GoneError
+    from ckptman.catalog.reader_lease import GoneError
     from ckptman.format.paths import parse_step
     from ckptman.transfer.copy import CopyOptions, copy_foreign
     from ckptman.transfer.progress import Limit
@@ -141,7 +141,8 @@ class _Job:
     def attempt(self, entry: Entry, place: Backend, source: Backend | None = None) -> None:
         """Copy one. Raises: what went wrong; of several, only what keeps the others from being copied, too."""
         from ckptman.catalog.backends.drafts import BusyCopyingError
-        from ckptman.catalog.backends.source import GoneError, SourceError
+        from ckptman.catalog.backends.source import SourceError
+        from ckptman.catalog.reader_lease import GoneError
         from ckptman.transfer.copy import copy_checkpoint
 
         try:

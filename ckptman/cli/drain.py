@@ -183,7 +183,7 @@ def _as_dict(drained: Drained) -> dict[str, Any]:
 
 def _raise_worst(done: list[Drained], plan: DrainPlan) -> None:
     """Raise the first of what went wrong, if anything did."""
-    from ckptman.catalog.backends.source import GoneError
+    from ckptman.catalog.reader_lease import GoneError
 
     for each in done:
         # What was deleted since it was listed, the next drain knows.

@@ -32,16 +32,18 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
     if step is None and is_foreign(path):
         _show_foreign(path, as_json)
         return
+    from ckptman.catalog.reader_lease import reading
     from ckptman.catalog.verified import read_verified
     from ckptman.format.index import open_table, read_index
 
     (entry,) = choose(path, step, spoilt=True)
-    manifest = entry.require_manifest()
-    index = read_index(entry.path, manifest)
-    tensors = tensors_of(index, open_table(entry.path, manifest, index))
-    units = [each for each in index.units if not (isinstance(each.value, dict) and each.value.get("~") == "tensor")]
-    note = read_verified(entry.path, manifest)
-    values = [(unit, *_decoded(unit, entry.path)) for unit in units]
+    with reading(entry.path, what="show"):
+        manifest = entry.require_manifest()
+        index = read_index(entry.path, manifest)
+        tensors = tensors_of(index, open_table(entry.path, manifest, index))
+        units = [each for each in index.units if not (isinstance(each.value, dict) and each.value.get("~") == "tensor")]
+        note = read_verified(entry.path, manifest)
+        values = [(unit, *_decoded(unit, entry.path)) for unit in units]
     if as_json:
         console.say_json(
             {

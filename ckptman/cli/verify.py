@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.catalog.reader_lease import reading
+from ckptman.catalog.reader_lease import GoneError, held
 from ckptman.cli import console
 from ckptman.cli.options import AsJson, check_threads, option, parse_rate
 from ckptman.cli.progress import progress
@@ -118,7 +118,7 @@ def verify(
             )
     known = () if plan_only else checks.neighbours(entries, every)
     for entry in entries:
-        with reading(entry.path, what="verify"):
+        with held(entry.path, what="verify"):
             report = checks.check_bytes(entry, wishes)
             checks.check_worth(report, entry, known)
             judge(report)
@@ -144,6 +144,8 @@ def _wanted(path: Path, step: int | None, every: bool) -> tuple[list[Entry], lis
     others = foreign_in(path, os.listdir(path)) if is_root else []  # noqa: PTH208 names alone are wanted
     try:
         return choose(path, step, every, passed_over=True, spoilt=True), others if every else []
+    except GoneError:
+        raise
     except NotFoundError:
         if step is not None and others:
             steps = ", ".join(str(each.step) for each in others[-10:] if each.step is not None) or "none"

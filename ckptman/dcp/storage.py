@@ -35,7 +35,8 @@ from torch.futures import Future
 
 from ckptman._torch_compat import StorageInfo, StoragePrefix, unflattened
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.errors import CkptmanError, ConfigError, CorruptError
+from ckptman.catalog.reader_lease import refuse_gone
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError
 from ckptman.format.chunk_table import pack
 from ckptman.format.paths import METADATA, data_name
 from ckptman.io.durable_files import DISK
@@ -226,7 +227,8 @@ class StorageReader(FileSystemReader):
             fills.append(Fill(item.storage_index.fqn, chunk, tuple(item.storage_offsets), target))
             tensors.append((item, target))
         # Values first: what is damaged there is found before a tensor is touched.
-        loaded = [(item, self._value(item)) for item in values]
+        with self._telling(""):
+            loaded = [(item, self._value(item)) for item in values]
         with self._telling(f" {NOT_USABLE}"):
             read_fills(self.saved, fills, verify=self._verify)
         for item, target in tensors:
@@ -241,9 +243,10 @@ class StorageReader(FileSystemReader):
     def _telling(self, left: str) -> Iterator[None]:
         try:
             yield
-        except CkptmanError:
-            raise
-        except OSError as error:
+        except (CorruptError, NotFoundError, OSError) as error:
+            refuse_gone(Path(self.path))
+            if isinstance(error, CkptmanError):
+                raise
             raise CorruptError(
                 f"{self.path} cannot be read: {error}. Check the mount and its permissions.{left}"
             ) from error

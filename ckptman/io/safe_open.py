@@ -9,11 +9,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from pathlib import Path
 
 from ckptman.errors import CorruptError
 
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+STALE_TRIES, STALE_SECONDS = 30, 0.1
+"""For so long a file is looked for anew that another client has replaced (ESTALE): a client learns of that within a
+second or two."""
 _NO_FILE = (errno.ELOOP, errno.ENXIO)
 """A link; a socket."""
 
@@ -27,12 +31,18 @@ def open_regular(
 
     Raises: CorruptError where something else lies there, OSError.
     """
-    try:
-        fd = os.open(path, (_OPEN & ~os.O_NOFOLLOW if follow else _OPEN) | (os.O_DIRECT if direct else 0))
-    except OSError as error:
-        if error.errno in _NO_FILE:
-            raise _no_file(path, remedy) from error
-        raise
+    tries_left = STALE_TRIES
+    while True:
+        try:
+            fd = os.open(path, (_OPEN & ~os.O_NOFOLLOW if follow else _OPEN) | (os.O_DIRECT if direct else 0))
+            break
+        except OSError as error:
+            tries_left -= 1
+            if error.errno in _NO_FILE:
+                raise _no_file(path, remedy) from error
+            if error.errno != errno.ESTALE or not tries_left:
+                raise
+            time.sleep(STALE_SECONDS)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise _no_file(path, remedy)

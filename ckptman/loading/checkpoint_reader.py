@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptman._torch_compat import StorageInfo
+from ckptman.catalog.reader_lease import refuse_gone
 from ckptman.errors import CorruptError, NotFoundError, plain, warn
 from ckptman.format.chunk_table import ChunkTable, Rows, TensorRecord, assemble
 from ckptman.format.foreign import recognize
@@ -339,12 +340,14 @@ def read_to_load(folder: Path, rank: int | None = None, *, is_whole: bool = True
     Rank 0, or whoever loads alone, checks that the files are those that the manifest names, by their sizes; where it
     `is_whole`.
 
-    Raises: as `SavedState.read`; CorruptError where a file is another, or where it can be read by torch alone.
+    Raises: as `SavedState.read`; GoneError; CorruptError where a file is another, or where only torch can read it.
     """
     saved = SavedState.read(folder, rank)
     saved.refuse_transformed()
     if saved.manifest is not None and not rank and is_whole:
         _check_files(folder, saved.manifest)
+    if saved.manifest is None and not rank:
+        refuse_gone(folder)
     if saved.manifest is None and (folder / INDEX).exists() and not rank:
         warn(
             f"{folder} has lost its {MANIFEST}, or never got one: a copy or an adoption of it was stopped. It is "

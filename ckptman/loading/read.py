@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ckptman.loading.accepted import matches, matches_any, told
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load, resolve
 from ckptman.loading.read_tensors import check_container, fills_for_all, read_fills
 from ckptman.loading.restricted_unpickler import load_plain
-from ckptman.run import checkpoint_at
+from ckptman.run import at_newest, checkpoint_at
 from ckptman.state.local_shards import QUANTIZED
 from ckptman.state.named_state import refs_in, replace_refs
 
@@ -45,12 +46,15 @@ def read(
         not wanted, None takes their place.
 
     Raises:
-        NotFoundError: there is no checkpoint at `path`.
+        NotFoundError: there is no checkpoint at `path`, or it was deleted.
         ConfigError: a pattern matches nothing.
         CorruptError: the bytes are not what was saved, or hold what only the program that saved it can load.
         FormatVersionError: a newer ckptman wrote it.
     """
-    folder = checkpoint_at(path)
+    return at_newest(path, partial(checkpoint_at, path), partial(_read, only=only, verify=verify))
+
+
+def _read(folder: Path, *, only: str | Sequence[str] | None, verify: bool) -> dict[str, Any]:
     with reading(folder, what="read"):
         saved = read_to_load(folder)
         tree = saved.tree(verify=verify)

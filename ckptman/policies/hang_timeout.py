@@ -7,15 +7,17 @@ from typing import Literal, get_args
 
 from ckptman.policies.parameters import check_at_least, check_positive
 
-Doing = Literal["restore", "start", "step", "stage", "save"]
-"""What a rank is at: restoring; compiling and all else before the end of the first step; a step, with what the loop
-does between two steps, such as an evaluation; what a save does first, up to the copy from the devices; the rest of a
-save, or waiting for one."""
+Doing = Literal["open", "restore", "start", "step", "stage", "save"]
+"""What a rank is at: opening the root; restoring; compiling and all else before the end of the first step; a step, with
+what the loop does between two steps, such as an evaluation; what a save does first, up to the copy from the devices;
+the rest of a save, or waiting for one."""
 
 SLOW = 3.0
 """Starting and saving may take that many times as long as a step: both depend on a file system that others use too."""
-_FILES: tuple[Doing, ...] = ("restore", "save")
+_FILES: tuple[Doing, ...] = ("open", "restore", "save")
 """While it is at these, a rank waits for files and for no collective of the training."""
+OPEN_SECONDS = 30.0
+"""Opening a root may take so long where all is well: the claim of a run on another host is watched that long."""
 _LIKE = 1.25
 """A pause that is so many times as long as the longest one so far is still like it."""
 _AHEAD_SECONDS = 45.0
@@ -74,7 +76,7 @@ class Progress:
 
     def __init__(self, patience: Patience) -> None:
         self.patience = patience
-        self.longest_seconds: dict[Doing, float] = dict.fromkeys(get_args(Doing), 0.0)
+        self.longest_seconds: dict[Doing, float] = dict.fromkeys(get_args(Doing), 0.0) | {"open": OPEN_SECONDS}
         """The longest pause of each kind so far."""
         self._last: tuple[float, Doing, int] = (0.0, "start", 0)
         self._told: tuple[float, Doing, int] | None = None
@@ -157,6 +159,8 @@ class Stall:
         """Where it is stuck, in words."""
         if self.behind:
             return f"from the save of step {self.step} in the background"
+        if self.doing == "open":
+            return "while opening the checkpoint root: see whether its file system answers"
         if self.doing == "restore":
             return "while restoring"
         if self.doing == "start":

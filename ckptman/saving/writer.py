@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from ckptman.catalog.overwrite import may_be_replaced
 from ckptman.catalog.reader_lease import lease
 from ckptman.catalog.writer_lock import Claim
 from ckptman.comm.control_group import Channel
-from ckptman.errors import ConfigError, ExistsError
+from ckptman.errors import ConfigError, ExistsError, RootError
 from ckptman.format.chunk_table import pack
 from ckptman.format.index import values_json
 from ckptman.format.manifest import FileRecord, Manifest, Mesh, Nonfinite, Replicas
@@ -174,6 +175,8 @@ class Draft:
         """
         if self._claim is None:
             check_folder(self.final)
+        else:
+            self._claim.check()  # before anything is made: the root may be below the mount point of what went away
         if os.path.lexists(self.final):
             if not self._overwrite:
                 raise ExistsError(f"{self.final} exists already: save under another name, or say overwrite=True")
@@ -382,7 +385,7 @@ def write_rank_files(
     """
     result, blocks = RankResult(), b""
     small: dict[str, bytes] = {}
-    with holding(folder):
+    with _in_draft(folder), holding(folder):
         if image.size_bytes:
             path = folder / data_name(rank)
             written = write_data(path) if write_data is not None else write_source(path, image, disk=disk)
@@ -394,6 +397,21 @@ def write_rank_files(
             small[values_name(rank)] = values_json(own_units)
         result.files |= write_small(folder, small, disk)
     return result, blocks
+
+
+@contextlib.contextmanager
+def _in_draft(folder: Path) -> Iterator[None]:
+    """Say of a draft that is gone why that may be."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if os.path.lexists(folder):
+            raise
+        raise RootError(
+            errno.ENOENT,
+            f"{folder.parent}: the folder of this save is gone: see whether the file system is still mounted, or who "
+            f"removed it",
+        ) from error
 
 
 def _check(content: Content | Exception) -> None:

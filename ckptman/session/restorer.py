@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.node_memory import InMemory
 from ckptman.catalog.catalog import Entry
-from ckptman.catalog.reader_lease import reading
+from ckptman.catalog.reader_lease import held, is_gone
 from ckptman.catalog.rollback_records import left_by
 from ckptman.catalog.verified import remember_damage
 from ckptman.comm.control_group import Channel, RankFailed, failing_as_one
@@ -130,7 +129,7 @@ class Restorer:
             try:
                 skipped = self._load(state, entry.path)
             except (CorruptError, NotFoundError) as error:
-                if looks < _LOOKS and not self._control.run_on_leader(partial(os.path.lexists, entry.path)):
+                if looks < _LOOKS and self._control.run_on_leader(partial(is_gone, entry.path)):
                     # Pruned since it was listed. Whoever did that left the newest: what there is now is looked at anew.
                     left = list(self._control.run_on_leader(lambda: self._candidates(step, allow_suspect)))
                     looks += 1
@@ -295,11 +294,11 @@ class Restorer:
 
     def _load(self, state: State, folder: Path, others: OtherWeights | None = None) -> Skipped:
         """Load a checkpoint that no prune may take meanwhile: what the leader holds is held for all ranks."""
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             if self._control.is_leader:
-                held.enter_context(reading(folder, what="a run that goes on from it"))
+                stack.enter_context(held(folder, what="a run that goes on from it"))
             skipped = load(self._control, state, folder, self._accepted, others=others)
-            self.held = held.pop_all()
+            self.held = stack.pop_all()
             return skipped
 
     def _note_restored(

@@ -70,15 +70,19 @@ def failed_start_reported(root: Path, is_leader: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        asked_for = os.environ.get(OUTCOME_ENV)
-        if asked_for and is_leader:
-            reason = f"{type(error).__name__}: {error}"
+        if is_leader:
             code = error.exit_code if isinstance(error, CkptmanError) else 1
-            with contextlib.suppress(OSError, ConfigError):
-                number, now = attempt_number(os.environ), time.time()
-                facts = str(root.absolute()), number, now, os.getpid(), socket.gethostname()
-                write_outcome(Path(asked_for), Outcome("failed", 0, reason, code, *facts))
+            report_failed_start(root, f"{type(error).__name__}: {error}", code)
         raise
+
+
+def report_failed_start(root: Path, reason: str, code: int) -> None:
+    """Tell the chain, if there is one, why a run could not begin. Leader only."""
+    if asked_for := os.environ.get(OUTCOME_ENV):
+        with contextlib.suppress(OSError, ConfigError):
+            number, now = attempt_number(os.environ), time.time()
+            facts = str(root.absolute()), number, now, os.getpid(), socket.gethostname()
+            write_outcome(Path(asked_for), Outcome("failed", 0, reason, code, *facts))
 
 
 @dataclass
@@ -208,6 +212,8 @@ class RunSession:
         asked_for = os.environ.get(OUTCOME_ENV)
         if asked_for:
             write_outcome(Path(asked_for), outcome)
+        if self.claim is not None:
+            self.claim.check_mount()
         write_outcome(outcome_path(self.root), outcome)
 
     def end(

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
@@ -14,13 +15,13 @@ from ckptman._torch_compat import abort_default_group, group_timeouts
 from ckptman.comm.control_group import Channel
 from ckptman.comm.hang_report import HangReport, this_process
 from ckptman.errors import EXIT_STALLED, ConfigError
-from ckptman.format.paths import journal_path, outcome_path, stacks_path
+from ckptman.format.paths import journal_path, new_nonce, outcome_path, stacks_path
 from ckptman.policies.hang_timeout import Patience, Stall, ahead_of
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.outcome import ATTEMPT_ENV, read_outcome, report_node
 from ckptman.runtime.watchdog import PART_SECONDS, Watchdog, end_process, say, within, write_stacks
 from ckptman.session.run_notes import STALLED, RunNotes
-from ckptman.session.run_session import RunSession
+from ckptman.session.run_session import RunSession, report_failed_start
 
 Setting = float | Patience | Literal["auto"] | None
 _LEADER, _DEPUTY = 0, 1
@@ -56,59 +57,76 @@ def patience_of(
     return replace(patience, speak_seconds=ahead_of(abort_seconds))
 
 
-def make_watchdog(setting: Setting, control: Channel, session: RunSession, notes: RunNotes) -> Watchdog:
-    """Return the watchdog of this rank, which watches from now on unless `setting` says otherwise. Raises:
-    ConfigError."""
-    # The smallest on any rank: all look at about the same time, and some ranks are in more groups than others.
-    abort_seconds = min((each for found in control.gather(group_timeouts("nccl")) for each in found), default=None)
-    patience = patience_of(setting, control.world_size, os.environ, abort_seconds)
-    # Told now: where rank 0 keeps the store, nobody could ask for it later.
-    report = HangReport(control.rank, control.world_size, session.number, control.broadcast(this_process()))
-    look_seconds = (patience or Patience()).look_seconds
-    words = LastWords(report, session, notes, control.rank, control.world_size, look_seconds)
-    watchdog = Watchdog(patience, words, words.speak)
-    if patience is not None:
-        report.register()
-        session.note("watchdog", **asdict(patience))
-    watchdog.start()
-    return watchdog
+class RankWatchdog(Watchdog):
+    """The watchdog of one rank of a run. It watches from now on, unless `setting` says otherwise: first that the root
+    is opened, which a file system that does not answer may keep from ending. Raises: ConfigError."""
+
+    def __init__(self, setting: Setting, control: Channel, root: Path) -> None:
+        # The smallest on any rank: all look at about the same time, and some ranks are in more groups than others.
+        abort_seconds = min((each for found in control.gather(group_timeouts("nccl")) for each in found), default=None)
+        patience = patience_of(setting, control.world_size, os.environ, abort_seconds)
+        # Told now: where rank 0 keeps the store, nobody could ask for it later.
+        self._leader, opening = control.broadcast((this_process(), new_nonce()))
+        look_seconds = (patience or Patience()).look_seconds
+        report = HangReport(control.rank, control.world_size, opening, self._leader)
+        self._words = LastWords(report, root, control.rank, control.world_size, look_seconds)
+        super().__init__(patience, self._words, self._words.speak)
+        self._register()
+        self.beat("open", 0)
+        self.start()
+
+    def opened(self, control: Channel, session: RunSession, notes: RunNotes) -> None:
+        """The root is open, and the run begins."""
+        self._words.session, self._words.notes = session, notes
+        self._words.report = HangReport(control.rank, control.world_size, session.number, self._leader)
+        self._register()
+        if self.patience is not None:
+            session.note("watchdog", **asdict(self.patience))
+        self.beat("start", 0)
+
+    def _register(self) -> None:
+        if self.patience is not None:
+            self._words.report.register()
 
 
 class LastWords:
     """What a rank does that is stuck. It is called by its watchdog, and does not return.
 
-    Each rank that can still act calls the roll in the store through which the ranks once met; who does not answer there
+    Each rank that can still act calls the roll in the store through which the ranks once met; who does not answer
     is named. The leader writes the outcome, or the rank after it where the leader is silent. Nobody leaves before that:
     a launcher may kill all others when the first one exits.
     """
 
-    def __init__(
-        self,
-        report: HangReport,
-        session: RunSession,
-        notes: RunNotes,
-        rank: int,
-        world_size: int,
-        look_seconds: float,
-    ) -> None:
-        self._report, self._session, self._notes = report, session, notes
+    session: RunSession | None = None
+    """None until the root is open."""
+    notes: RunNotes | None = None
+
+    def __init__(self, report: HangReport, root: Path, rank: int, world_size: int, look_seconds: float) -> None:
+        self.report, self._root = report, root
         self._rank, self._world_size = rank, world_size
         # The others look at other times, and learnt a little more or less.
         self._report_seconds = 2.0 + 4 * look_seconds
 
+    @property
+    def _attempt(self) -> int:
+        return self.session.number if self.session is not None else 0
+
     def __call__(self, stall: Stall, arm: Callable[[float], None]) -> None:
-        arm(self._report_seconds + 8 * PART_SECONDS + self._notes.close_seconds)
-        text, stacks = self._text(stall), stacks_path(self._session.root, self._session.number, self._rank)
+        close_seconds = self.notes.close_seconds if self.notes is not None else 0.0
+        arm(self._report_seconds + 8 * PART_SECONDS + close_seconds)
+        text, stacks = self._text(stall), stacks_path(self._root, self._attempt, self._rank)
         saying = (self._report_seconds + 4 * PART_SECONDS, lambda: self._say(stall))
-        noting = (self._notes.close_seconds, self._notes.close)
-        end_process(text, stacks, [saying, (PART_SECONDS, abort_process_group), noting])
+        parts = [saying, (PART_SECONDS, abort_process_group)]
+        if self.notes is not None:
+            parts.append((close_seconds, self.notes.close))
+        end_process(text, stacks, parts)
 
     def speak(self, stall: Stall) -> None:
         """Say where this rank is, and who else is silent, while the process goes on: NCCL may end it soon."""
-        text, stacks = self._text(stall), stacks_path(self._session.root, self._session.number, self._rank)
+        text, stacks = self._text(stall), stacks_path(self._root, self._attempt, self._rank)
         within(PART_SECONDS, lambda: write_stacks(stacks, text))
         # Each silence is told by itself: an answer to an earlier one says nothing of this one.
-        report = HangReport(self._rank, self._world_size, f"{self._session.number}/{stall.doing}-{stall.step}")
+        report = HangReport(self._rank, self._world_size, f"{self._attempt}/{stall.doing}-{stall.step}")
         within(PART_SECONDS, lambda: report.answer(stall.where))
         if self._rank in (_LEADER, _DEPUTY):
             within(self._report_seconds + PART_SECONDS, lambda: report.call(self._report_seconds))
@@ -119,7 +137,7 @@ class LastWords:
         return f"rank {self._rank} of {self._world_size} (host {socket.gethostname()}, pid {os.getpid()}): {stall}"
 
     def _say(self, stall: Stall) -> None:
-        report = self._report
+        report = self.report
         within(PART_SECONDS, lambda: report.answer(stall.where))
         if self._rank in (_LEADER, _DEPUTY):
             within(self._report_seconds + PART_SECONDS, lambda: report.call(self._report_seconds))
@@ -131,21 +149,25 @@ class LastWords:
         within(PART_SECONDS, report.kill_stopped)
 
     def _leader_is_silent(self, report: HangReport) -> bool:
-        found = read_outcome(outcome_path(self._session.root))
+        found = read_outcome(outcome_path(self._root))
         return (report.silent is None or _LEADER in report.silent) and (found is None or found.state == "running")
 
     def _write(self, stall: Stall, who: str) -> None:
         """Say on disk how the attempt ended: the outcome first, which is what a chain goes by."""
-        session, step = self._session, stall.step
+        session, step = self.session, stall.step
         reason = f"{STALLED}: {stall}; {who}"
-        self._notes.stalled(session.number, step, f"{stall}; {who}")
+        if session is None:
+            report_failed_start(self._root, reason, EXIT_STALLED)
+            return
+        if self.notes is not None:
+            self.notes.stalled(session.number, step, f"{stall}; {who}")
         within(PART_SECONDS / 2, lambda: session.write_outcome("failed", step, reason, EXIT_STALLED))
         if session.journal is None:
             session.journal = Journal(journal_path(session.root))
             session.journal.bind(attempt=session.number)
         silent = {"silent_seconds": stall.waited_seconds}
         session.note("failed", sync=True, step=step, reason=reason, error=STALLED, cause="environment", **silent)
-        for node, why in self._report.bad_nodes().items():
+        for node, why in self.report.bad_nodes().items():
             report_node(node, why, os.environ)
 
 

@@ -13,8 +13,9 @@ from ckptman.catalog.backends.backend import find_url
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.object_draft import ObjectDraft
 from ckptman.catalog.backends.object_store import COPYING, ObjectBackend
-from ckptman.catalog.backends.source import FolderReading, GoneError
+from ckptman.catalog.backends.source import FolderReading
 from ckptman.catalog.catalog import Catalog
+from ckptman.catalog.reader_lease import GoneError
 from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import (

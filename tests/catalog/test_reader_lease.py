@@ -272,20 +272,62 @@ def test_a_lease_that_is_over_is_not_made_again(tmp_path):
     assert leases_in(tmp_path) == ["made"]
 
 
-def test_who_reads_from_a_mount_that_hangs_gets_away_from_it(beats, tmp_path, monkeypatch):
-    """Its lease stays, and counts for nothing as soon as its process is gone."""
+def test_who_reads_from_a_mount_that_hangs_gets_away_from_it(tmp_path, monkeypatch):
+    """Its lease goes when the mount answers."""
     monkeypatch.setattr(lease_module, "_END_SECONDS", 0.2)
     answers = threading.Event()
 
     class Hanging(Disk):
         def remove_file(self, path):
-            assert not is_lease(path.name), "that would hang, too"
+            answers.wait(60)
             super().remove_file(path)
 
     with lease(tmp_path, [NAME], what="verify", disk=Hanging()) as nonce:
-        beats.before = lambda: answers.wait(60)
+        pass
     assert leases_in(tmp_path) == [lease_path(tmp_path, nonce).name]
     answers.set()
+    await_threads()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lease_that_cannot_be_removed_is_removed_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_module, "BEAT_SECONDS", 0.01)
+    errors = [OSError(errno.ENOTCONN, "Transport endpoint is not connected") for _ in range(3)]
+
+    class Away(Disk):
+        def remove_file(self, path):
+            if errors and is_lease(path.name):
+                raise errors.pop()
+            super().remove_file(path)
+
+    with lease(tmp_path, [NAME], what="verify", disk=Away()):
+        pass
+    await_threads()
+    assert errors == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lease_on_a_mount_that_is_away_is_removed_when_it_is_back(tmp_path, monkeypatch):
+    """Below the mount point there is nothing to remove, and nothing is removed."""
+    monkeypatch.setattr(lease_module, "BEAT_SECONDS", 0.01)
+    root, away, devices = tmp_path / "root", tmp_path / "away", []
+    root.mkdir()
+
+    def device_of(path):
+        devices.append(1 if len(devices) in (1, 2) else 0)
+        if len(devices) == 4:
+            away.rename(root)
+        return devices[-1]
+
+    monkeypatch.setattr(lease_module, "device_of", device_of)
+    with lease(root, [NAME], what="verify"):
+        root.rename(away)
+    await_threads()
+    assert devices == [0, 1, 1, 0]
+    assert list(root.iterdir()) == []
+
+
+def await_threads():
     for thread in threading.enumerate():
         if thread.name == "ckptman-lease":
             thread.join(60)

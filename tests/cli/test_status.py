@@ -105,7 +105,8 @@ def test_where_the_hours_of_a_program_went_that_saves_in_its_own_way(tmp_path, m
         (20, 30, "finished"),
     ]
     lost = [each["seconds"]["repeated"] + each["seconds"]["ending"] for each in found["attempts"]]
-    assert lost[0] > 0.9 and lost[1] > 0.9
+    assert min(lost[:2]) > 0.9
     assert sum(found["ledger"]["seconds"].values()) == pytest.approx(found["ledger"]["total_seconds"])
     page = tmp_path / "page.html"
-    assert "step 30 after" in ends(0, "report", "out", "--html", page).out and page.is_file()
+    assert "step 30 after" in ends(0, "report", "out", "--html", page).out
+    assert page.is_file()

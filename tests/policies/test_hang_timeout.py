@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptman.errors import ConfigError, IntervalError
-from ckptman.policies.hang_timeout import Patience, Progress, ahead_of
+from ckptman.policies.hang_timeout import OPEN_SECONDS, Patience, Progress, ahead_of
 
 seconds = st.floats(0, 1e6)
 patiences = st.builds(Patience, st.floats(0.01, 1e5), st.floats(1, 100))
@@ -58,7 +58,10 @@ def test_each_kind_of_pause_has_a_limit_of_its_own():
     progress = Progress(Patience(10.0))
     assert progress.limit_seconds == 30
     progress.beat(29.0, "step", 1)
-    assert {doing: longest for doing, longest in progress.longest_seconds.items() if longest} == {"start": 29.0}
+    assert {doing: longest for doing, longest in progress.longest_seconds.items() if longest} == {
+        "open": OPEN_SECONDS,
+        "start": 29.0,
+    }
     assert progress.limit_seconds == 10
     progress.beat(38.0, "step", 2)  # an evaluation that was seen is allowed again, and longer
     assert progress.limit_seconds == 27

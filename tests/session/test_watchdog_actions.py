@@ -23,6 +23,7 @@ from ckptman.comm.hang_report import HangReport
 from ckptman.errors import EXIT_STALLED, ConfigError
 from ckptman.format.paths import journal_path, outcome_path, stacks_path
 from ckptman.io.durable_files import Disk
+from ckptman.policies import hang_timeout
 from ckptman.policies.crash_loop import crashes_of
 from ckptman.policies.hang_timeout import Patience
 from ckptman.runtime.journal import read_journal
@@ -34,6 +35,7 @@ from ckptman.train.launch import Launch
 from ckptman.train.rendezvous import meet
 from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to
+from tests.helpers.other_client import other_client
 from tests.helpers.ranks import run_ranks, say, start_ranks
 
 FLOOR_SECONDS = 3.0
@@ -183,6 +185,24 @@ def test_a_save_that_hangs_behind_the_training_is_noticed(tmp_path):
     reason = outcome_of(tmp_path).reason
     assert "(limit 3.0 s) from the save of step 2 in the background; there is one rank" in reason
     assert "in write_at" in stacks_path(tmp_path, 1, 0).read_text()
+
+
+def open_root(root):
+    hang_timeout.OPEN_SECONDS = 0.1
+    with Checkpointer(root, {"step": 0}, watchdog=0.2):
+        pass
+
+
+def test_a_file_system_that_does_not_answer_before_the_run_begins(tmp_path, capfd):
+    (tmp_path / "disk").mkdir()
+    with other_client(tmp_path / "disk", tmp_path / "mount") as client:
+        client.server.send_signal(signal.SIGSTOP)
+        try:
+            with start_ranks(1, open_root, str(client.path / "run")) as world:
+                assert world.wait(0, 60) == EXIT_STALLED
+        finally:
+            client.server.send_signal(signal.SIGCONT)
+    assert "while opening the checkpoint root: see whether its file system answers" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.catalog.backends.object_store import COPYING, ObjectBackend
-from ckptman.catalog.backends.source import MOST_PIN_BYTES, Done, Finish, GoneError, Reading, SourceInfo
+from ckptman.catalog.backends.source import MOST_PIN_BYTES, Done, Finish, Reading, SourceInfo
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.pins import PINNED
+from ckptman.catalog.reader_lease import GoneError
 from ckptman.errors import CkptmanError, CorruptError, NotFoundError
 from ckptman.format.manifest import parse_manifest
 from ckptman.format.paths import MANIFEST, digests_name

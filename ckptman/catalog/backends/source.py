@@ -13,9 +13,10 @@ from typing import Protocol
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.catalog.pins import PINNED
+from ckptman.catalog.reader_lease import GoneError, is_gone
 from ckptman.catalog.rollback_records import Rollback, read_rollbacks
 from ckptman.catalog.verified import VERIFIED, Verified, read_verified
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError, RootError, plain
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError, plain
 from ckptman.format.index import read_digests
 from ckptman.format.manifest import MOST_BYTES, Manifest, is_plain_name, parse_manifest
 from ckptman.format.paths import MANIFEST, digests_name, parse_half_written, step_folder
@@ -31,10 +32,6 @@ Finish = Callable[[Scanned], None]
 """Told each file when all of it was read."""
 Done = Callable[[int], None]
 """Told the bytes that were read, from several threads."""
-
-
-class GoneError(NotFoundError):
-    """What is to be copied was deleted, or is another one now. Not where the destination is gone."""
 
 
 class SourceError(RootError):
@@ -119,7 +116,7 @@ class Original(Protocol):
 class FolderOriginal:
     """A checkpoint of ours in a folder. `manifest`: as it was when it was chosen.
 
-    Raises: CorruptError, NotFoundError (it was deleted meanwhile, or another one is there now), SourceError.
+    Raises: CorruptError, GoneError (it was deleted meanwhile, or another one is there now), SourceError.
     """
 
     readers = 0
@@ -149,7 +146,8 @@ class FolderOriginal:
 
     def lost(self) -> CkptmanError | None:
         try:
-            return None if _manifest_bytes(self._folder) == self.facts.data else _gone_or_away(self._folder)
+            same = _manifest_bytes(self._folder) == self.facts.data and not is_gone(self._folder)
+            return None if same else _gone_or_away(self._folder)
         except (OSError, CorruptError):
             return None
 

@@ -52,6 +52,7 @@ def check_bytes(entry: Entry, wishes: Wishes) -> VerifyReport:
         return report
     if entry.manifest is None:
         report.problems.append(entry.problem or "it has no manifest")
+        see_whether_it_stayed(report)
         return report
     with _noted_in(report):
         manifest = read_manifest(entry.path)
@@ -218,16 +219,20 @@ def remember(report: VerifyReport, entry: Entry) -> None:
 
 def see_whether_it_stayed(report: VerifyReport) -> None:
     """Take back all findings if a run deleted the checkpoint, or saved it again, while it was read."""
+    from ckptman.catalog.reader_lease import is_gone
     from ckptman.catalog.verified import identify
 
-    if report.manifest is None or report.gone is not None:
+    if report.gone is not None:
         return
     unread: list[str] = []
+    deleted = "it was deleted while it was verified"
     try:
-        if identify(report.path, report.manifest) != report.identity:
+        if is_gone(report.path):
+            report.gone = deleted
+        elif report.manifest is not None and identify(report.path, report.manifest) != report.identity:
             report.gone = "its files changed while it was verified: verify it once more"
     except FileNotFoundError:
-        report.gone = "it was deleted while it was verified"
+        report.gone = deleted
     except OSError as error:
         report.gone = f"its manifest cannot be read any more ({error.strerror or error}): check the mount"
         unread = [report.gone]  # it need not be gone, and the exit code must not say so

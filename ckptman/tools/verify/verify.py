@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptman._tracebacks import short_traceback
 from ckptman.catalog.catalog import Catalog, look_at_folder
-from ckptman.catalog.reader_lease import reading
+from ckptman.catalog.reader_lease import held
 from ckptman.catalog.root_checks import check_is_folder
 from ckptman.errors import ConfigError, NotFoundError
 from ckptman.format.foreign import recognize
@@ -60,7 +60,7 @@ def verify(
         _finish(report, wishes)
         return report
     entry = look_at_folder(folder)
-    with reading(folder, what="verify"):
+    with held(folder, what="verify"):
         report = check.check_bytes(entry, wishes)
         check.check_worth(report, entry, check.neighbours([entry], every=False))
         _finish(report, wishes)
