@@ -43,9 +43,12 @@ def open_regular(
             if error.errno != errno.ESTALE or not tries_left:
                 raise
             time.sleep(STALE_SECONDS)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise _no_file(path, remedy)
+    except BaseException:
         os.close(fd)
-        raise _no_file(path, remedy)
+        raise
     return fd
 
 

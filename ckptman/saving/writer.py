@@ -173,16 +173,17 @@ class Draft:
 
         Raises: ConfigError (an address), ExistsError, RootError, OSError.
         """
-        if self._claim is None:
-            check_folder(self.final)
+        if self._claim is not None:
+            self._claim.check()
         else:
-            self._claim.check()  # before anything is made: the root may be below the mount point of what went away
+            check_folder(self.final)
         if os.path.lexists(self.final):
             if not self._overwrite:
                 raise ExistsError(f"{self.final} exists already: save under another name, or say overwrite=True")
             if not may_be_replaced(self.final):
                 raise ExistsError(f"{self.final} is no checkpoint, and is not replaced by one: name another path")
-        self._backend.make()
+        if self._claim is None:  # a run has made its root: what is missing now may be a mount that went away
+            self._backend.make()
         tag = self._claim.next_tag() if self._claim is not None else new_nonce()
         if self._claim is None and parse_step(self.final.name) is not None:
             # A run's claim on its root says that it is alive; whoever saves without one says so of this save.

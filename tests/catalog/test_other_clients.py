@@ -163,7 +163,7 @@ def test_a_mount_that_goes_away_in_a_run_gets_nothing_below_it(root, client):
             checkpointer.restore()
             checkpointer.step(3)
             checkpointer.save(3)
-            client.unmount()
+            client.turn("unmounted")
             with pytest.raises(CommitError, match="is not on the file system that this run began on"):
                 checkpointer.save(4)
     assert list(client.path.iterdir()) == []

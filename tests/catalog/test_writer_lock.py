@@ -61,6 +61,7 @@ def marks(root):
 def test_a_root_is_claimed_and_given_back(tmp_path):
     root = tmp_path / "new" / "root"
     assert read_owner(root) is None
+    root.mkdir(parents=True)
     held = claim(root, "run", "4711")
     owner = read_owner(root)
     assert owner == held.owner

@@ -13,12 +13,15 @@ What it may be:
     whole seconds  times have no fractions, as on MooseFS
     away           nothing answers (ENOTCONN), as when the process behind a mount was killed
     read only      nothing can be written (EROFS)
+    other clock    times are an hour ahead
+    unmounted      there is the empty folder that is below the mount, for who opens anything anew
 
 The file system runs in a process of its own: one that serves itself would wait for itself.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
@@ -32,8 +35,9 @@ from typing import Literal
 
 import pytest
 
-Way = Literal["stale", "whole seconds", "away", "read only"]
+Way = Literal["stale", "whole seconds", "away", "read only", "other clock", "unmounted"]
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
+_DETACH = 2
 _READY = b"mounted\n"
 
 
@@ -43,16 +47,22 @@ class Client:
     def __init__(self, path: Path, control: Path, server: subprocess.Popen[bytes]) -> None:
         self.path, self.server, self._control = path, server, control
 
-    def unmount(self) -> None:
-        """Leave the empty folder that is below the mount."""
-        subprocess.run(["umount", "-l", str(self.path)], check=True)
-
-    def turn(self, way: Way, on: bool = True) -> None:
-        """Have it be so, or no longer."""
-        if on:
+    def turn(self, way: Way, on: bool = True, *, at: int = 0) -> None:
+        """Have it be so, or no longer. `at`: from that operation on, as counted from now."""
+        if way == "unmounted" and on and not at:
+            _unmount(str(self.path))
+        elif on and at:
+            (self._control / "at").write_text(f"{at} {way}")
+            self._control.joinpath("at").rename(self._control / "plan")
+        elif on:
             (self._control / way).touch()
         else:
-            (self._control / way).unlink(missing_ok=True)
+            for each in (way, "plan"):
+                (self._control / each).unlink(missing_ok=True)
+
+    def has_come(self, way: Way) -> bool:
+        """Whether it is so now."""
+        return (self._control / way).exists()
 
 
 @contextmanager
@@ -72,7 +82,9 @@ def other_client(folder: Path, mount: Path) -> Iterator[Client]:
             yield Client(mount, control, server)
         finally:
             server.kill()
-            subprocess.run(["umount", "-l", str(mount)], stderr=subprocess.DEVNULL, check=False)
+            with suppress(OSError):
+                while True:  # of whatever was mounted there meanwhile
+                    _unmount(str(mount))
 
 
 def _serve(folder: str, mount: str, control: str) -> None:
@@ -88,6 +100,7 @@ def _serve(folder: str, mount: str, control: str) -> None:
 
         def __init__(self) -> None:
             self._root = os.open(folder, _FOLDER)
+            self._count = 0
             self._known: dict[str, int] = {}
             """Folders and files by the paths at which they were found."""
 
@@ -117,18 +130,32 @@ def _serve(folder: str, mount: str, control: str) -> None:
             found = super().__getattribute__(name)
             if name.startswith("_") or name in ("init", "use_ns", "destroy") or not callable(found):
                 return found
+            self._look_at_plan()
             if self._is("away"):
                 return _refuse(errno.ENOTCONN)
             if name in _WRITES and self._is("read only"):
                 return _refuse(errno.EROFS)
             return found
 
+        def _look_at_plan(self) -> None:
+            try:
+                number, way = Path(control, "plan").read_text().split(" ", 1)
+            except FileNotFoundError:
+                self._count = 0
+                return
+            self._count += 1
+            if self._count == int(number):
+                Path(control, way).touch()
+                if way == "unmounted":
+                    _unmount(mount)
+
         def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
             found = os.fstat(self._find(path))
             told = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
             unit = 1_000_000_000 if self._is("whole seconds") else 1
+            ahead = 3_600_000_000_000 if self._is("other clock") else 0
             for name in ("st_atime", "st_mtime", "st_ctime"):
-                told[name] = told.pop(f"{name}_ns") // unit * unit
+                told[name] = told.pop(f"{name}_ns") // unit * unit + ahead
             return told
 
         def readdir(self, path: str, fh: int) -> list[str]:
@@ -221,6 +248,12 @@ def _serve(folder: str, mount: str, control: str) -> None:
 
 
 _WRITES = {"create", "write", "truncate", "mkdir", "rmdir", "unlink", "rename", "link", "symlink", "chmod", "utimens"}
+
+
+def _unmount(path: str) -> None:
+    """Detach a mount from its folder, without asking it anything."""
+    if ctypes.CDLL(None, use_errno=True).umount2(path.encode(), _DETACH) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
 
 
 def _refuse(number: int) -> Callable[..., int]:
