@@ -130,6 +130,8 @@ def reading(folder: Path, *, what: str, disk: Disk = DISK) -> Iterator[None]:
         refuse_gone(folder)
         try:
             yield
+        except GoneError:
+            raise
         except (CorruptError, NotFoundError, OSError):
             refuse_gone(folder)
             raise
@@ -246,6 +248,7 @@ class _Held:
         with contextlib.suppress(OSError):
             self._device = device_of(path)
         self._over, self._tried = Flag(), threading.Event()
+        self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._beat, name="ckptman-lease", daemon=True)
         with contextlib.suppress(RuntimeError):  # no more threads for this user: the process says that it is alive
             self._thread.start()
@@ -257,6 +260,8 @@ class _Held:
             self._is_removed()
         else:
             self._tried.wait(_END_SECONDS)  # no longer: it may wait for a file system that hangs
+            if self._failed is not None:
+                raise self._failed
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
@@ -265,10 +270,14 @@ class _Held:
                     os.utime(self._path, follow_symlinks=False)
                 except FileNotFoundError:  # a prune that heard nothing of us for long took us for dead
                     self._disk.create_whole_file(self._path, self._text)
-        while not self._is_removed():
+        try:
+            while not self._is_removed():
+                self._tried.set()
+                time.sleep(BEAT_SECONDS)
+        except BaseException as error:  # noqa: BLE001 it is raised by who gives it back
+            self._failed = error
+        finally:
             self._tried.set()
-            time.sleep(BEAT_SECONDS)
-        self._tried.set()
 
     def _is_removed(self) -> bool:
         try:
