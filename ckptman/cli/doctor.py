@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,7 @@ from ckptman.io.isolated_process import Died, NoAnswer, run_isolated
 from ckptman.policies.parameters import check_positive
 
 MOST_TIMEOUT_SECONDS = 86400
+SECOND_TIMEOUT_SECONDS = 30
 _LINE = 120
 _COLOURS = {"ok": "green", "slow": "yellow", "warning": "yellow", "FAILED": "red"}
 
@@ -48,6 +50,15 @@ def doctor(
             "A checkpoint, or its size such as 70GB: seconds per save and load. Without DIR: what one process saves.",
         ),
     ] = None,
+    second_client: Annotated[
+        str | None,
+        option(
+            "--second-client",
+            "COMMAND",
+            'What starts a process on another node, such as "srun -w NODE -N 1 -n 1" or "ssh NODE": renames, claims '
+            "and locks are tried between this host and that one.",
+        ),
+    ] = None,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", help="Give a check up when it takes longer than this.")
     ] = 60.0,
@@ -64,6 +75,7 @@ def doctor(
         raise ConfigError(f"--timeout: a day at most ({MOST_TIMEOUT_SECONDS} s), not {timeout:g}")
     if folder is None and size is not None:
         raise ConfigError("--size is of the test files in a DIR: name one, as in ckptman doctor DIR --size 1GiB")
+    command = _second_command(folder, second_client, timeout)
     size_bytes = SIZE_BYTES if size is None else parse_size("--size", size)
     if size_bytes < LEAST_BYTES:
         raise ConfigError(f"--size: at least 1MiB, or there is nothing to measure, not {size!r}")
@@ -74,7 +86,12 @@ def doctor(
             findings = survey(_torch_facts(timeout), against_bytes)
         else:
             findings = examine(
-                Path(folder), size_bytes=size_bytes, against_bytes=against_bytes, timeout_seconds=timeout, note=note
+                Path(folder),
+                size_bytes=size_bytes,
+                against_bytes=against_bytes,
+                timeout_seconds=timeout,
+                second_command=command,
+                note=note,
             )
     failed = [each for each in findings if each.verdict == "FAILED"]
     if as_json:
@@ -92,6 +109,26 @@ def doctor(
         what = "; ".join(f"{each.name} ({each.value}){': ' + each.advice if each.advice else ''}" for each in failed)
         where = "this job is not fit to run" if folder is None else f"{folder} is not fit to save to"
         raise CkptmanError(f"{where}: {what}")
+
+
+def _second_command(folder: str | None, written: str | None, timeout: float) -> list[str]:
+    """Return the words of a command. Raises: ConfigError."""
+    if written is None:
+        return []
+    if folder is None:
+        raise ConfigError("--second-client looks at a DIR: name one, as in ckptman doctor DIR --second-client 'ssh n2'")
+    if timeout < SECOND_TIMEOUT_SECONDS:
+        raise ConfigError(
+            f"--timeout: at least {SECOND_TIMEOUT_SECONDS} s with --second-client, as other clients see late what this "
+            f"one does, not {timeout:g}"
+        )
+    try:
+        command = shlex.split(written)
+    except ValueError as error:
+        raise ConfigError(f"--second-client: {written!r} is not a command ({error})") from None
+    if not command:
+        raise ConfigError("--second-client: name a command that starts a process on another node, such as 'ssh n2'")
+    return command
 
 
 def _against_bytes(written: str | None, timeout: float) -> int | None:

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from ckptman.doctor import filesystem_checks, mount, quota, renames, speed
+from ckptman.doctor import filesystem_checks, mount, quota, renames, second_client, speed
 from ckptman.doctor.finding import Finding, Verdict, size_text, why
-from ckptman.errors import CkptmanError, NotFoundError, RootError
+from ckptman.doctor.mount import family_of
+from ckptman.doctor.second_client import HERE, Second
+from ckptman.errors import CkptmanError, ConfigError, NotFoundError, RootError
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.failure_cause import FULL
 from ckptman.io.isolated_process import Died, NoAnswer, run_isolated
@@ -48,7 +50,7 @@ _SHARE_OF_TIMEOUT = 1 / 6
 REPEAT_SECONDS = 1.0
 """For how long the checks that try something again and again do so."""
 _HUNG = "the file system does not answer any more"
-_CORE = ("writable", "rename", "fsync", "claim")
+_CORE = ("writable", "rename", "replace", "fsync", "claim")
 """What saves build on: good only when it was tried to its end."""
 
 _PER_NODE = "at the rate of this node alone: with more nodes give the share of one, and share the file system's limit"
@@ -62,14 +64,16 @@ def examine(
     size_bytes: int = SIZE_BYTES,
     against_bytes: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    second_command: Sequence[str] = (),
     note: Note = lambda name: None,
     disk: Disk = DISK,
 ) -> list[Finding]:
     """Examine the file system of a folder. `note` is told the name of each check before it begins.
 
     `size_bytes` bounds what is written at a time, besides small files; less where little is free. `against_bytes`: of
-    a checkpoint.
-    Raises: NotFoundError (no such folder), RootError (it is a file, or cannot be read).
+    a checkpoint. `second_command` starts a process on another client of the file system.
+    Raises: NotFoundError (no such folder), RootError (it is a file, or cannot be read), ConfigError (the command starts
+    no such process).
     """
     checks = _Checks(timeout_seconds, note)
     run = partial(run_command, timeout_seconds=min(_COMMAND_SECONDS, checks.share_seconds))
@@ -90,8 +94,10 @@ def examine(
     size = min(size_bytes, int(SHARE_OF_FREE * free)) // 4096 * 4096
     with _own_folder(checks, Path(path), disk) as own:
         if own is not None:
-            _check_promises(checks, own, size, mounted, disk)
-            in_memory = mounted is not None and mount.family_of(mounted) is mount.MEMORY
+            shared = family_of(mounted).shared if mounted else None
+            second = _check_clients(checks, own, Second(tuple(second_command)), shared, disk)
+            _check_promises(checks, own, size, mounted, second, disk)
+            in_memory = mounted is not None and family_of(mounted) is mount.MEMORY
             _check_speed(checks, own, size, in_memory, disk)
     return [*checks.found, *bill(checks.found, against_bytes)]
 
@@ -175,12 +181,26 @@ class _Checks:
             return _not_done(name, str(error))
         except OSError as error:
             if error.errno in FULL:
-                self.over = "there is no room"
+                return self._full(name, error)
             return Finding(name, "FAILED", why(error), _remedies.get(error.errno or 0, consequence))
+        except ConfigError:
+            raise
         except CkptmanError as error:
             return Finding(name, "FAILED", str(error), consequence)
         except Exception as error:  # noqa: BLE001 (a check that goes wrong is told, and the others are done)
             return _not_done(name, f"{type(error).__name__}: {error}")
+
+    def _full(self, name: str, error: OSError) -> Finding:
+        """Blame the disk, or the quota, where there is no room for a check: that says nothing about the check."""
+        self.over = "there is no room"
+        whose, advice = ("quota", _QUOTA_USED_UP) if error.errno == errno.EDQUOT else ("space", _DISK_FULL)
+        before = next((each for each in self.found if each.name == whose), Finding(whose, "unknown", ""))
+        value = "; ".join(filter(None, [before.value if before.verdict != "unknown" else "", why(error)]))
+        full = Finding(whose, "FAILED", value, advice, before.figures)
+        self.found = [full if each is before else each for each in self.found]
+        if full not in self.found:
+            self.found.append(full)
+        return Finding(name, "unknown", f"not tried to its end: {self.over}")
 
 
 def _not_done(name: str, why_not: str) -> Finding:
@@ -189,9 +209,9 @@ def _not_done(name: str, why_not: str) -> Finding:
     return Finding(name, "unknown", why_not)
 
 
+_DISK_FULL = "the disk is full: nothing can be saved"
+_QUOTA_USED_UP = "the quota is used up: nothing can be saved"
 _remedies = {
-    errno.ENOSPC: "the disk is full: nothing can be saved",
-    errno.EDQUOT: "the quota is used up: nothing can be saved",
     errno.EROFS: "read-only: nothing can be saved",
     errno.EACCES: "this user may not write here: nothing can be saved",
     errno.EPERM: "this user may not write here: nothing can be saved",
@@ -237,7 +257,16 @@ def _check_room(
     return min([free, *(each for each in left if each is not None)])
 
 
-def _check_promises(checks: _Checks, own: Path, size: int, mounted: mount.Mount | None, disk: Disk) -> None:
+def _check_clients(checks: _Checks, own: Path, second: Second, shared: bool | None, disk: Disk) -> Second:
+    """Return the other client, with its name; this host, where it sees nothing of ours or is none."""
+    found = checks.do("other clients", lambda: second_client.check_clients(own, second, shared, disk))
+    good = second.is_elsewhere and found.verdict == "ok"
+    return Second(second.command, found.figures["host"]) if good else HERE
+
+
+def _check_promises(
+    checks: _Checks, own: Path, size: int, mounted: mount.Mount | None, second: Second, disk: Disk
+) -> None:
     unsafe = mount.unsafe_sync(mounted)
 
     def sync() -> Finding:
@@ -247,10 +276,12 @@ def _check_promises(checks: _Checks, own: Path, size: int, mounted: mount.Mount 
         return Finding(found.name, "warning", found.value, unsafe, found.figures)
 
     reserve_bytes = min(_RESERVE_BYTES, max(size, 4096))
-    checks.do("rename", lambda: renames.check_rename(own, disk, checks.repeat_seconds), "commits are not safe here")
+    half = checks.repeat_seconds / 2
+    checks.do("rename", lambda: renames.check_rename(own, disk, half, second), "commits are not safe here")
+    checks.do("replace", lambda: renames.check_replace(own, disk, half, second), "nothing can be noted here")
     checks.do("fsync", sync, "nothing that is saved here is durable")
-    checks.do("claim", lambda: filesystem_checks.check_claim(own, disk), "two runs could write to one root")
-    checks.do("locks", lambda: filesystem_checks.check_locks(own), "locks cannot be relied on")
+    checks.do("claim", lambda: filesystem_checks.check_claim(own, disk, second), "two runs could write to one root")
+    checks.do("locks", lambda: filesystem_checks.check_locks(own, second), "locks cannot be relied on")
     checks.do("clock", lambda: filesystem_checks.check_clock(own, disk))
     checks.do("direct I/O", lambda: filesystem_checks.check_direct(own, disk))
     checks.do("reserve", lambda: filesystem_checks.check_reserve(own, reserve_bytes, disk))
@@ -301,8 +332,9 @@ def _is_gone(own: Path, disk: Disk, limit_seconds: float) -> bool:
     """Remove a folder. It goes on even if this process is killed meanwhile, or asked a second time to stop."""
 
     def remove() -> bool:
-        disk.remove_tree(own)
-        return not own.exists()
+        if os.path.lexists(own):  # else it was never made, and a mount that is read-only would refuse to remove it
+            disk.remove_tree(own)
+        return not os.path.lexists(own)
 
     try:
         return run_isolated(remove, limit_seconds, outlive=True)

@@ -13,16 +13,15 @@ import mmap
 import os
 import time
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
 from ckptman.catalog.writer_lock import Claim, claim
 from ckptman.doctor.finding import Finding, why
+from ckptman.doctor.second_client import HERE, Pipe, Second
 from ckptman.errors import BusyError, CkptmanError
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.failure_cause import FULL
-from ckptman.io.isolated_process import IsolatedProcess
 from ckptman.io.threads import ALIGN_BYTES
 from ckptman.policies.intervals import seconds_text
 
@@ -32,7 +31,10 @@ SKEW_SECONDS = 2.0
 _RACES = 10
 """Each takes an fsync on both sides, and there are file systems where that takes a second."""
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_SAID_OF_OTHERS = (errno.EPERM, errno.EACCES, errno.EIO, errno.ESTALE)
+"""What some clients say of a file that another one has made: SFTP has no error of its own for that."""
 _FILE_BYTES = 4096
+_ROOT, _LOCK = "claimed", "lock"
 
 
 def check_sync(folder: Path, disk: Disk = DISK, seconds: float = 1.0) -> Finding:
@@ -67,29 +69,36 @@ def check_sync(folder: Path, disk: Disk = DISK, seconds: float = 1.0) -> Finding
     return Finding("fsync", "ok", value, "", figures)
 
 
-def check_claim(folder: Path, disk: Disk = DISK) -> Finding:
+def check_claim(folder: Path, disk: Disk = DISK, second: Second = HERE) -> Finding:
     """Two processes claim: each of some files is made by exactly one of them, and a root that is owned is refused."""
-    root = folder / "claimed"
+    root = folder / _ROOT
     consequence = "two runs could write to one root, and rename and prune each other's checkpoints"
-    with IsolatedProcess(lambda pipe: _rival(pipe, folder, root, disk), duplex=True) as rival:
+    two = f"two {second.kind}"
+    with second.start(rival_claims, folder, disk) as rival:
         rival.pipe.send("race")
-        ours = _race(folder, disk)
-        theirs = rival.receive()
+        ours, refusal = _race(folder, disk)
+        won, their_refusal = rival.receive()
+        theirs, refusal = set(won), refusal or their_refusal
         if both := sorted(ours & theirs):
-            value = f"two processes made the same file, each as the only one, {len(both)} times of {_RACES}"
+            value = f"{two} made the same file, each as the only one, {len(both)} times of {_RACES}"
             return Finding("claim", "FAILED", value, consequence)
         if len(ours | theirs) < _RACES:
-            value = f"of two processes none could make a file that was not there, {_RACES - len(ours | theirs)} times"
+            value = f"of {two} none could make a file that was not there, {_RACES - len(ours | theirs)} times"
+            value += f": {refusal}" if refusal else ""
             return Finding("claim", "FAILED", value, "no run could claim its root")
         rival.pipe.send("claim")
         rival.receive()
         with suppress(BusyError):
             claim(root, "doctor", None, disk=disk).release()
-            return Finding("claim", "FAILED", "a root that another process owns was given to this one", consequence)
+            return Finding("claim", "FAILED", "a root that the other process owns was given to this one", consequence)
         rival.pipe.send("release")
         rival.receive()
         claim(root, "doctor", None, disk=disk).release()
-    return Finding("claim", "ok", f"one owner at a time; {_RACES} files each made by one of two processes")
+    value = f"one owner at a time; {_RACES} files each made by one of {two}"
+    if refusal:
+        advice = "a run that comes second may name that as the reason, and not the run that is there"
+        return Finding("claim", "warning", f"{value}, and the other one told: {refusal}", advice)
+    return Finding("claim", "ok", value)
 
 
 def lock(kind: str, fd: int) -> None:
@@ -97,12 +106,15 @@ def lock(kind: str, fd: int) -> None:
     (fcntl.flock if kind == "flock" else fcntl.lockf)(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def check_locks(folder: Path) -> Finding:
-    """flock and fcntl locks between two processes: one holds it, the other does not get it until it is given back."""
-    path = folder / "lock"
+def check_locks(folder: Path, second: Second = HERE) -> Finding:
+    """flock and fcntl locks between two processes: one holds it, the other does not get it until it is given back.
+
+    ckptman needs none between hosts: those that hold on each host alone are a warning.
+    """
+    path = folder / _LOCK
     path.touch()
     good, refused, broken = list[str](), list[str](), list[str]()
-    with IsolatedProcess(lambda pipe: _lock_when_told(pipe, path), duplex=True) as other:
+    with second.start(lock_when_told, folder) as other:
         for kind in ("flock", "fcntl"):
             with path.open("r+b", buffering=0) as file:
                 try:
@@ -112,7 +124,7 @@ def check_locks(folder: Path) -> Finding:
                     continue
                 other.pipe.send(kind)
                 if other.receive():
-                    broken.append(f"two processes hold the same {kind} lock")
+                    broken.append(f"two {second.kind} hold the same {kind} lock")
                     continue
             other.pipe.send(kind)
             if other.receive():
@@ -122,12 +134,13 @@ def check_locks(folder: Path) -> Finding:
     figures = {"work": good, "refused": refused, "broken": broken}
     if broken:
         advice = "what relies on locks is not safe here; ckptman's own claims do not need them"
-        return Finding("locks", "FAILED", "; ".join(broken), advice, figures)
+        return Finding("locks", "warning" if second.is_elsewhere else "FAILED", "; ".join(broken), advice, figures)
     if refused:
         works = f"{', '.join(good)} works; " if good else ""
         advice = "ckptman's claims do without; two prunes at a time report the same bytes as freed"
         return Finding("locks", "warning", f"{works}refused: {', '.join(refused)}", advice, figures)
-    return Finding("locks", "ok", "flock and fcntl hold between two processes of this host", "", figures)
+    between = f"this host and {second.host}" if second.is_elsewhere else "two processes of this host"
+    return Finding("locks", "ok", f"flock and fcntl hold between {between}", "", figures)
 
 
 def check_clock(folder: Path, disk: Disk = DISK) -> Finding:
@@ -189,17 +202,18 @@ def check_links(folder: Path) -> Finding:
     return Finding("links", "ok", "symbolic links can be made")
 
 
-def _rival(pipe: Connection, folder: Path, root: Path, disk: Disk) -> None:
-    """The other process: does what it is told, and says what came of it."""
+def rival_claims(pipe: Pipe, folder: Path, disk: Disk) -> None:
+    """Task: do what is told, and say what came of it."""
     held: Claim | None = None
     while True:
         task = pipe.recv()
         said: object = None
         try:
             if task == "race":
-                said = _race(folder, disk)
+                won, refusal = _race(folder, disk)
+                said = [sorted(won), refusal]
             elif task == "claim":
-                held, said = claim(root, "doctor", None, disk=disk), "held"
+                held, said = claim(folder / _ROOT, "doctor", None, disk=disk), "held"
             elif held is not None:
                 held.release()
                 said = "released"
@@ -208,19 +222,27 @@ def _rival(pipe: Connection, folder: Path, root: Path, disk: Disk) -> None:
         pipe.send(said)
 
 
-def _race(folder: Path, disk: Disk) -> set[int]:
-    won = set()
+def _race(folder: Path, disk: Disk) -> tuple[set[int], str]:
+    """Return which files this process made, and the reason why not the others, where it is not that they are there."""
+    won, refusal = set(), ""
     for number in range(_RACES):
-        with suppress(FileExistsError):
+        try:
             disk.create_file(folder / f"race-{number}", b"x")
             won.add(number)
-    return won
+        except FileExistsError:
+            pass
+        except OSError as error:
+            if error.errno not in _SAID_OF_OTHERS:
+                raise
+            refusal = why(error)
+    return won, refusal
 
 
-def _lock_when_told(pipe: Connection, path: Path) -> None:
+def lock_when_told(pipe: Pipe, folder: Path, disk: Disk) -> None:
+    """Task: try to take the lock that is named, tell whether that worked, and give it back."""
     while True:
         kind = pipe.recv()
-        with path.open("r+b", buffering=0) as file:
+        with (folder / _LOCK).open("r+b", buffering=0) as file:
             taken = False
             with suppress(OSError):
                 lock(kind, file.fileno())

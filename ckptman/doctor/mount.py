@@ -71,6 +71,8 @@ _OVERLAY = "gone with the container, and slower than the disk below: bind a fold
 _LOCAL_KINDS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs")
 _AUTOFS = "nothing is mounted here yet: look into the folder, and ask again"
 _OBJECT_STORES = "fuse.s3fs fuse.gcsfuse fuse.goofys fuse.mountpoint-s3 fuse.rclone fuse.blobfuse fuse.blobfuse2"
+_MOST_FILES = 1 << 63
+"""A count that is not below this is none: some file systems give 2^64 - 1 for what they do not count."""
 
 _KINDS: tuple[tuple[str, Family], ...] = (
     ("lustre", LUSTRE),
@@ -83,6 +85,7 @@ _KINDS: tuple[tuple[str, Family], ...] = (
     ("panfs", Family("PanFS", True, "")),
     ("pvfs2", Family("OrangeFS", True, "it has no locks")),
     ("fuse.glusterfs", Family("GlusterFS", True, "metadata is slow: keep the number of files low")),
+    ("fuse.mfs fuse.mfsmount fuse.lizardfs", Family("MooseFS (LizardFS)", True, "its times are whole seconds")),
     ("fuse.dfuse", Family("DAOS", True, "through FUSE: preload libioil or libpil4dfs for the full rate")),
     ("fuse.juicefs", Family("JuiceFS", True, "with --writeback, what is fsynced is only in the cache of this node")),
     ("fuse.sshfs", Family("sshfs", True, "one connection: slow", "warning")),
@@ -150,6 +153,10 @@ def family_of(mount: Mount) -> Family:
     if mount.kind in FAMILIES:
         return FAMILIES[mount.kind]
     if mount.kind.startswith("fuse"):
+        # Of those whose type says only that, the source often has the name: `mfs#server:9421`, `JuiceFS:volume`.
+        named = f"fuse.{re.split('[#:]', mount.source)[0].lower()}"
+        if named in FAMILIES:
+            return FAMILIES[named]
         kind = mount.kind.partition(".")[2] or "no name"
         return Family(f"FUSE ({kind})", None, "a program of its own makes this file system: the checks below tell")
     return Family(mount.kind, None, "nothing is known about this kind: the checks below tell")
@@ -217,10 +224,11 @@ def check_space(space: os.statvfs_result, against_bytes: int | None = None) -> F
     total = space.f_blocks * space.f_frsize
     figures: dict[str, object] = {"free_bytes": free, "total_bytes": total}
     value = f"{size_text(free)} free of {size_text(total)}"
-    if space.f_files:
+    counts_files = 0 < space.f_files < _MOST_FILES and 0 <= space.f_favail < _MOST_FILES
+    if counts_files:
         figures["free_inodes"] = space.f_favail
         value += f", room for {space.f_favail:,} files"
-    if space.f_files and not space.f_favail:
+    if counts_files and not space.f_favail:
         return Finding("space", "FAILED", value, "no file can be made: remove files", figures)
     return room_for(Finding("space", "ok", value, figures=figures), free, against_bytes, total_bytes=total)
 

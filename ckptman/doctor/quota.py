@@ -1,4 +1,5 @@
-"""Quotas, where a command of the site tells them, and what a file system holds in all. Never required."""
+"""Quotas, where the file system or a command of the site tells them, and what a file system holds in all. Never
+required."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptman.doctor.finding import Finding, size_text
-from ckptman.doctor.mount import Mount, find_mount, read_mounts, room_for
+from ckptman.doctor.mount import Mount, family_of, find_mount, read_mounts, room_for
 from ckptman.runtime.deadline import run_command
 
 Run = Callable[[Sequence[str]], str]
@@ -52,7 +53,7 @@ class Quota:
 
 
 def quotas(folder: str, mount: Mount, run: Run, uid: int, gid: int) -> list[Quota]:
-    """Return the quotas that count for a folder; none where no command tells. `gid`: of the folder."""
+    """Return the quotas that count for a folder; none where nothing tells them. `gid`: of the folder."""
     if mount.kind == "lustre":
         found = parse_quota(ask(run, "lfs", "quota", "-q", "-u", str(uid), folder), "user")
         found += parse_quota(ask(run, "lfs", "quota", "-q", "-g", str(gid), folder), "group")
@@ -62,6 +63,8 @@ def quotas(folder: str, mount: Mount, run: Run, uid: int, gid: int) -> list[Quot
         return found
     if mount.kind == "gpfs":
         return parse_mmlsquota(ask(run, "mmlsquota", "-Y", mount.source.removeprefix("/dev/")))
+    if family_of(mount).name == "CephFS":
+        return ceph_quotas(folder, mount.point)
     if mount.kind in ("tmpfs", "overlay", "ramfs", "squashfs"):
         return []
     return [
@@ -69,6 +72,21 @@ def quotas(folder: str, mount: Mount, run: Run, uid: int, gid: int) -> list[Quot
         for whose, flag in (("user", "-u"), ("group", "-g"))
         for each in parse_quota(ask(run, "quota", "-w", "-p", flag, "-f", mount.point), whose)
     ]
+
+
+def ceph_quotas(folder: str, point: str) -> list[Quota]:
+    """Return the quotas of a folder of CephFS and of those above it, up to its mount: each bounds all that is in it."""
+    found = []
+    for each in (folder, *map(str, Path(folder).parents)):
+        limits = [_ceph_number(each, f"ceph.quota.{name}") for name in ("max_bytes", "max_files")]
+        used = [_ceph_number(each, f"ceph.dir.{name}") for name in ("rbytes", "rentries")]
+        if any(limits):
+            found.append(Quota(f"folder {each}", used[0] or 0, limits[0] or None, used[1] or 0, limits[1] or None))
+        elif each == folder and used[0] is not None:
+            found.append(Quota(f"folder {each}", used[0], None, used[1] or 0, None))
+        if each == point:
+            break
+    return found
 
 
 def capacity_bytes(root: Path) -> int:
@@ -122,7 +140,7 @@ def check_quota(found: Sequence[Quota], against_bytes: int | None = None) -> Fin
     """Check the quota that leaves least, against room for two checkpoints."""
     limited = [each for each in found if each.limit_bytes is not None or each.limit_files is not None or each.in_grace]
     if not found:
-        advice = "no command tells it here: a quota shows when it is used up, unless your site has another way to ask"
+        advice = "nothing tells it here: a quota shows when it is used up, unless your site has another way to ask"
         return Finding("quota", "unknown", "not known", advice)
     if not limited:
         return Finding("quota", "ok", "no limit is set")
@@ -149,6 +167,13 @@ def ask(run: Run, *command: str) -> str:
         return error.stdout or ""  # quota(1) says so much, and then fails, where something is above its limit
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def _ceph_number(folder: str, name: str) -> int | None:
+    try:
+        return int(os.getxattr(folder, name))
+    except (OSError, ValueError):  # not set, a kernel that hides it, or no CephFS
+        return None
 
 
 def _quota(whose: str, numbers: Sequence[int], *past: bool) -> Quota:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,6 +95,31 @@ def test_what_failed_is_one_line_with_its_consequence(tmp_path, ends, monkeypatc
     told = ends(1, "doctor", tmp_path, *QUICK, "--json")
     assert json.loads(told.out)["good"] is False
     assert told.err.startswith("Error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_client_is_a_command_with_time_to_look(tmp_path, ends):
+    told = json.loads(ends(0, "doctor", tmp_path, *QUICK, "--second-client", "env 'A=1 2'", "--json").out)
+    (found,) = [each for each in told["findings"] if each["name"] == "other clients"]
+    assert (found["verdict"], found["figures"]["host"]) == ("warning", socket.gethostname())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["DIR", "--second-client", " "], "--second-client: name a command that starts a process on another node"),
+        (["DIR", "--second-client", "ssh 'n2"], "is not a command (No closing quotation)"),
+        (["DIR", "--second-client", "false"], "--second-client: false ended with exit code 1: name a command"),
+        (["DIR", "--second-client", "ssh n2", "--timeout", "29"], "--timeout: at least 30 s with --second-client"),
+        (["--second-client", "ssh n2"], "--second-client looks at a DIR: name one"),
+    ],
+)
+def test_a_second_client_that_cannot_be_is_wrong_usage(arguments, told, tmp_path, ends):
+    printed = ends(
+        2, "doctor", *(tmp_path if each == "DIR" else each for each in arguments), *QUICK[: 2 * ("DIR" in arguments)]
+    )
+    assert told in printed.err
     assert list(tmp_path.iterdir()) == []
 
 

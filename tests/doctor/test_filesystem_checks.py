@@ -4,106 +4,19 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import time
 from pathlib import Path
 
 import pytest
 
 from ckptman.catalog import writer_lock as owner
-from ckptman.doctor import filesystem_checks, renames, speed
+from ckptman.doctor import filesystem_checks, speed
 from ckptman.io.durable_files import DISK
 from ckptman.io.isolated_process import run_isolated
+from tests.doctor.test_second_client import elsewhere
 from tests.helpers.faulty_disk import disk_whose
 
 SIZE = 8 * 1024 * 1024
-
-
-def copy(source, target):
-    """Rename as an object store does: file by file."""
-    if source.is_dir():
-        target.mkdir()
-        for path in source.iterdir():
-            time.sleep(0.01)
-            shutil.copy(path, target)
-        shutil.rmtree(source)
-    else:
-        target.unlink()
-        time.sleep(0.01)
-        source.rename(target)
-
-
-def vanish(source, target):
-    """What is renamed is nowhere for a moment."""
-    elsewhere = source.with_name("elsewhere")
-    source.rename(elsewhere)
-    time.sleep(0.01)
-    elsewhere.rename(target)
-
-
-def double(source, target):
-    """What is renamed stays under its old name."""
-    if source.is_dir():
-        shutil.copytree(source, source.with_name("copy"))
-        source.with_name("copy").rename(target)
-    else:
-        source.rename(target)
-
-
-def rewrite(source, target):
-    """A file is replaced by writing over it."""
-    if source.is_dir():
-        source.rename(target)
-        return
-    with target.open("r+b") as file:
-        for at in range(0, 4096, 1024):
-            file.write(source.read_bytes()[at : at + 1024])
-            file.flush()
-            time.sleep(0.005)
-
-
-def go_away(source, target):
-    """A file is gone while it is replaced."""
-    source.rename(target) if source.is_dir() else copy(source, target)
-
-
-@pytest.mark.parametrize(
-    ("rename", "told"),
-    [
-        (copy, r"was seen without its \S+|bytes, or with those of two saves"),
-        (vanish, "was seen under neither name"),
-        (double, "under its old and its new name at a time"),
-        (rewrite, "a file that was being replaced was seen with 4,096 of 4,096 bytes, or with those of two saves"),
-        (go_away, "^a file was gone while it was being replaced$"),
-    ],
-)
-def test_a_rename_that_is_not_atomic_is_found(rename, told, tmp_path):
-    found = run_isolated(lambda: renames.check_rename(tmp_path, disk_whose("rename", rename)), 30)
-    assert found.verdict == "FAILED"
-    assert re.search(told, found.value), found.value
-    assert found.advice.startswith("commits are not safe here: a run could load half a checkpoint, or find none")
-
-
-@pytest.mark.slow
-def test_a_commit_that_others_see_late_is_slow(tmp_path, monkeypatch):
-    monkeypatch.setattr(renames, "SLOW_SIGHT_SECONDS", 0.1)
-    monkeypatch.setattr(renames, "_see", _see_late)
-    found = run_isolated(lambda: renames.check_rename(tmp_path, DISK, seconds=0.0), 30)
-    assert found.verdict == "slow"
-    assert "another process saw it only after 0.2" in found.value
-
-
-def _see_late(change, see=renames._see):
-    number = see(change)
-    if number == change.new:
-        time.sleep(0.2)
-    return number
-
-
-def test_a_commit_that_is_never_seen_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(renames, "PATIENCE_SECONDS", 0.2)
-    found = run_isolated(lambda: renames.check_rename(tmp_path, disk_whose("rename", lambda *_: None)), 30)
-    assert (found.verdict, found.value) == ("FAILED", "another process did not see it for 0.2 s")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +77,7 @@ def test_files_that_two_processes_make_at_once_or_nobody_can_make_are_found(crea
 def test_a_root_that_two_processes_own_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(owner, "process_lives", lambda of: False)
     found = run_isolated(lambda: filesystem_checks.check_claim(tmp_path), 30)
-    assert (found.verdict, found.value) == ("FAILED", "a root that another process owns was given to this one")
+    assert (found.verdict, found.value) == ("FAILED", "a root that the other process owns was given to this one")
 
 
 def _granted(kind, fd):
@@ -200,6 +113,28 @@ def test_locks_that_do_not_hold_are_found(take, verdict, value, tmp_path, monkey
     found = run_isolated(lambda: filesystem_checks.check_locks(tmp_path), 30)
     assert found.verdict == verdict
     assert value in found.value
+
+
+def test_locks_that_hold_on_each_host_alone_are_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(filesystem_checks, "lock", _granted)
+    found = run_isolated(lambda: filesystem_checks.check_locks(tmp_path, elsewhere(monkeypatch)), 30)
+    value = "two clients hold the same flock lock; two clients hold the same fcntl lock"
+    assert (found.verdict, found.value) == ("warning", value)
+
+
+def test_a_client_that_refuses_what_is_there_with_another_reason_is_told(tmp_path, monkeypatch):
+    def create(path, data):
+        try:
+            DISK.create_file(path, data)
+        except FileExistsError:
+            raise PermissionError(errno.EPERM, "Operation not permitted") from None
+
+    def check(disk):
+        return run_isolated(lambda: filesystem_checks.check_claim(tmp_path, disk, elsewhere(monkeypatch)), 30)
+
+    found = check(disk_whose("create_file", lambda *_: create(*_)))
+    assert found.verdict == "warning"
+    assert found.value.endswith("made by one of two clients, and the other one told: Operation not permitted")
 
 
 @pytest.mark.parametrize(("shift", "told"), [(-99.5, "99.5 s ahead of"), (3600.0, "3,600 s behind"), (1.0, "within")])

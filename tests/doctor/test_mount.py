@@ -1,5 +1,6 @@
 """Which file system a folder is on, its room and its quota: from tables and texts that real systems print."""
 
+import errno
 import os
 import subprocess
 
@@ -35,6 +36,11 @@ TABLE = r"""
 42 27 8:3 / /fast rw - xfs /dev/sdb1 rw,nobarrier
 43 27 0:56 / /weka rw - wekafs weka rw,writecache
 44 27 0:57 / /ceph rw - ceph mon:/ rw
+45 27 0:58 / /moose rw - fuse mfs#10.1.1.1:9421 rw
+46 27 0:59 / /juice rw - fuse JuiceFS:volume rw
+47 27 0:60 / /s3 rw - fuse s3fs rw
+48 27 0:61 / /nobody rw - fuse x rw
+49 27 0:62 / /lizard rw - fuse.mfs mfsmaster:9421 rw
 no line of the table
 """
 
@@ -104,6 +110,11 @@ def test_the_kernel_tells_the_mount_of_this_folder(tmp_path):
         ("/beegfs", "ok", "BeeGFS", "--setpattern"),
         ("/weka", "ok", "WekaFS", "tiered to an object store"),
         ("/ceph", "ok", "CephFS", "quota of the folder"),
+        ("/moose", "ok", "MooseFS (LizardFS): fuse, mfs#10.1.1.1:9421 at /moose", "whole seconds"),
+        ("/lizard", "ok", "MooseFS (LizardFS): fuse.mfs", "whole seconds"),
+        ("/juice", "ok", "JuiceFS: fuse, JuiceFS:volume", "--writeback"),
+        ("/s3", "warning", "an object store behind FUSE: fuse, s3fs", "do not save here"),
+        ("/nobody", "ok", "FUSE (no name)", "a program of its own"),
     ],
 )
 def test_each_kind_has_its_advice(path, verdict, value, advice):
@@ -163,6 +174,9 @@ def test_space_against_two_checkpoints(free, against, verdict, advice):
 def test_what_is_not_counted_is_unknown_and_no_inode_left_fails():
     check(check_space(space(500 * 10**9, free_files=0)), "FAILED", "", "no file can be made: remove files")
     assert check_space(space(500 * 10**9, files=0, free_files=0)).verdict == "ok"
+    for files, free_files in ((1, 2**64 - 1), (1, -1), (2**64 - 1, 5)):  # CephFS; the sign is up to Python
+        found = check_space(space(500 * 10**9, files=files, free_files=free_files))
+        assert (found.verdict, found.value, "free_inodes" in found.figures) == ("ok", "500 GB free of 1 TB", False)
     found = check_space(space(0, total=0, files=0, free_files=0), 70 * 10**9)
     assert (found.verdict, found.figures) == ("unknown", {})
 
@@ -259,6 +273,31 @@ def test_others_are_asked_by_their_commands_and_nobody_is_asked_of_memory():
     assert run.asked == []
 
 
+def test_quotas_of_ceph_are_read_from_the_folder_and_those_above_it(monkeypatch):
+    attributes = {
+        "/ceph/lab": {"ceph.quota.max_bytes": b"1000", "ceph.dir.rbytes": b"400", "ceph.dir.rentries": b"7"},
+        "/ceph/lab/me": {"ceph.quota.max_files": b"9", "ceph.dir.rbytes": b"300", "ceph.dir.rentries": b"5"},
+        "/": {"ceph.quota.max_bytes": b"1"},
+    }
+
+    def getxattr(path, name):
+        try:
+            return attributes[path][name]
+        except KeyError:
+            raise OSError(errno.ENODATA, "No data available") from None
+
+    monkeypatch.setattr(os, "getxattr", getxattr)
+    me, lab = Quota("folder /ceph/lab/me", 300, None, 5, 9), Quota("folder /ceph/lab", 400, 1000, 7, None)
+    assert quotas("/ceph/lab/me", mounted_at("/ceph"), Commands({}), 7, 8) == [me, lab]
+    assert (
+        check_quota([me, lab]).value == "folder /ceph/lab/me: 4 files left of 9; folder /ceph/lab: 600 B left of 1 kB"
+    )
+    assert quotas("/ceph/elsewhere", mounted_at("/ceph"), Commands({}), 7, 8) == []
+    attributes["/ceph/lab/me"] = {"ceph.quota.max_files": b"0", "ceph.dir.rbytes": b"0"}
+    attributes["/ceph/lab"]["ceph.quota.max_bytes"] = b"0"
+    assert check_quota(quotas("/ceph/lab/me", mounted_at("/ceph"), Commands({}), 7, 8)).value == "no limit is set"
+
+
 GB = 10**9
 FILES, NEARLY = Quota("user", 0, None, 5, 9), Quota("group", 95 * GB, 100 * GB, 5, None)
 
@@ -266,7 +305,7 @@ FILES, NEARLY = Quota("user", 0, None, 5, 9), Quota("group", 95 * GB, 100 * GB, 
 @pytest.mark.parametrize(
     ("found", "against", "verdict", "value", "advice"),
     [
-        ([], None, "unknown", "not known", "no command tells it here"),
+        ([], None, "unknown", "not known", "nothing tells it here"),
         ([Quota("user", 5, None, 5, None)], None, "ok", "no limit is set", ""),
         ([Quota("user", 10 * GB, 100 * GB, 5, None)], 40 * GB, "ok", "user: 90 GB left of 100 GB", ""),
         ([Quota("user", 10 * GB, 100 * GB, 5, None)], 60 * GB, "warning", "user: 90 GB", "room for one more save only"),
