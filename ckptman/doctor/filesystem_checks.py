@@ -35,6 +35,8 @@ _SAID_OF_OTHERS = (errno.EPERM, errno.EACCES, errno.EIO, errno.ESTALE)
 """What some clients say of a file that another one has made: SFTP has no error of its own for that."""
 _FILE_BYTES = 4096
 _ROOT, _LOCK = "claimed", "lock"
+_GIVEN_BACK_SECONDS = 2.0
+"""How long a server may take to give a lock to the next."""
 
 
 def check_sync(folder: Path, disk: Disk = DISK, seconds: float = 1.0) -> Finding:
@@ -96,8 +98,8 @@ def check_claim(folder: Path, disk: Disk = DISK, second: Second = HERE) -> Findi
         claim(root, "doctor", None, disk=disk).release()
     value = f"one owner at a time; {_RACES} files each made by one of {two}"
     if refusal:
-        advice = "a run that comes second may name that as the reason, and not the run that is there"
-        return Finding("claim", "warning", f"{value}, and the other one told: {refusal}", advice)
+        advice = "a run that is refused may report that, and not the run that is there"
+        return Finding("claim", "warning", f"{value}; the other one was refused with: {refusal}", advice)
     return Finding("claim", "ok", value)
 
 
@@ -111,12 +113,11 @@ def check_locks(folder: Path, second: Second = HERE) -> Finding:
 
     ckptman needs none between hosts: those that hold on each host alone are a warning.
     """
-    path = folder / _LOCK
-    path.touch()
     good, refused, broken = list[str](), list[str](), list[str]()
     with second.start(lock_when_told, folder) as other:
         for kind in ("flock", "fcntl"):
-            with path.open("r+b", buffering=0) as file:
+            # A file for each: there are file systems where one kind excludes the other.
+            with (folder / f"{_LOCK}-{kind}").open("w+b", buffering=0) as file:
                 try:
                     lock(kind, file.fileno())
                 except OSError as error:
@@ -126,8 +127,12 @@ def check_locks(folder: Path, second: Second = HERE) -> Finding:
                 if other.receive():
                     broken.append(f"two {second.kind} hold the same {kind} lock")
                     continue
-            other.pipe.send(kind)
-            if other.receive():
+            deadline = time.monotonic() + _GIVEN_BACK_SECONDS
+            taken = False
+            while not taken and time.monotonic() < deadline:
+                other.pipe.send(kind)
+                taken = other.receive()
+            if taken:
                 good.append(kind)
             else:
                 broken.append(f"a {kind} lock is never given back")
@@ -242,7 +247,7 @@ def lock_when_told(pipe: Pipe, folder: Path, disk: Disk) -> None:
     """Task: try to take the lock that is named, tell whether that worked, and give it back."""
     while True:
         kind = pipe.recv()
-        with (folder / _LOCK).open("r+b", buffering=0) as file:
+        with (folder / f"{_LOCK}-{kind}").open("r+b", buffering=0) as file:
             taken = False
             with suppress(OSError):
                 lock(kind, file.fileno())

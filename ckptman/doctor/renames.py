@@ -31,7 +31,7 @@ _LEAST_ROUNDS = 3
 _BROKEN = "commits are not safe here: a run could load half a checkpoint, or find none. Save to another file system"
 _MIXED = "what ckptman notes beside checkpoints (rules, tiers, pins) could be read damaged. Save to another file system"
 _MISSED = {
-    errno.ENOENT: "what ckptman notes beside checkpoints is replaced so, and missed by who looks at that moment: pin "
+    errno.ENOENT: "what ckptman notes beside checkpoints is replaced so, and missed by whoever looks just then: pin "
     "nothing again, and start no run, while another process prunes",
     errno.ESTALE: "what ckptman notes beside checkpoints is replaced so: a command that reads it at that moment may "
     "fail, and works when it is called again",

@@ -110,9 +110,24 @@ def _kept(kind, fd):
 )
 def test_locks_that_do_not_hold_are_found(take, verdict, value, tmp_path, monkeypatch):
     monkeypatch.setattr(filesystem_checks, "lock", take)
+    monkeypatch.setattr(filesystem_checks, "_GIVEN_BACK_SECONDS", 0.1)
     found = run_isolated(lambda: filesystem_checks.check_locks(tmp_path), 30)
     assert found.verdict == verdict
     assert value in found.value
+
+
+def test_a_lock_that_is_given_back_late_holds(tmp_path, monkeypatch):
+    def late(kind, fd, lock=filesystem_checks.lock):
+        tried = Path(f"/proc/self/fd/{fd}").readlink().with_name(f"tried-{kind}")
+        tried.touch()
+        with tried.open("ab") as file:
+            file.write(b".")
+        if 1 < tried.stat().st_size < 4:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        lock(kind, fd)
+
+    monkeypatch.setattr(filesystem_checks, "lock", late)
+    assert run_isolated(lambda: filesystem_checks.check_locks(tmp_path), 30).verdict == "ok"
 
 
 def test_locks_that_hold_on_each_host_alone_are_a_warning(tmp_path, monkeypatch):
@@ -134,7 +149,7 @@ def test_a_client_that_refuses_what_is_there_with_another_reason_is_told(tmp_pat
 
     found = check(disk_whose("create_file", lambda *_: create(*_)))
     assert found.verdict == "warning"
-    assert found.value.endswith("made by one of two clients, and the other one told: Operation not permitted")
+    assert found.value.endswith("made by one of two clients; the other one was refused with: Operation not permitted")
 
 
 @pytest.mark.parametrize(("shift", "told"), [(-99.5, "99.5 s ahead of"), (3600.0, "3,600 s behind"), (1.0, "within")])
