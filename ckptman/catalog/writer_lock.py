@@ -35,6 +35,10 @@ _LOOKS = 10
 _MOST_BYTES = 1024 * 1024
 
 
+_given_up: set[str] = set()
+"""The nonces of claims that this process has given back, whether that could be written down or not."""
+
+
 class Owner(BaseModel):
     """A process that claims a root.
 
@@ -143,12 +147,29 @@ class Claim:
             return
         self._done.set()
         self._thread.join(BEAT_SECONDS)
-        with contextlib.suppress(OSError):
+        _given_up.add(self.owner.nonce)
+        if not self._is_released():
+            threading.Thread(target=self._release_later, name="ckptman-owner", daemon=True).start()
+
+    def _release_later(self) -> None:
+        """Give it free when the file system answers again: else nobody else could have it as long as this process
+        lives."""
+        while not self._is_released():
+            time.sleep(BEAT_SECONDS)
+
+    def _is_released(self) -> bool:
+        try:
+            device = device_of(self.root)
             if self._is_mine(_read(self.root, self._number)):
                 # Marked, not removed: a claimant that looked a moment ago must not find this number free again.
                 with owner_path(self.root, self._number).open("r+b", buffering=0) as file:
                     file.seek(0, os.SEEK_END)
                     file.write(b"released\n")
+        except FileNotFoundError:  # it was removed; or the mount is away
+            return device == self._device
+        except OSError:
+            return False
+        return True
 
     def _is_mine(self, mark: _Mark) -> bool:
         return mark.number == self._number and mark.owner == self.owner
@@ -273,7 +294,7 @@ def root_error(root: Path, done: str, error: OSError) -> RootError:
 
 
 def _lives(root: Path, mark: _Mark) -> bool:
-    if mark.released:
+    if mark.released or (mark.owner is not None and mark.owner.nonce in _given_up):
         return False
     if mark.owner is not None and (lives := process_lives(mark.owner)) is not None:
         return lives
