@@ -20,7 +20,7 @@ from ckptman.format.manifest import Replicas
 from ckptman.io.durable_files import DISK
 from ckptman.loading.accepted import EVERYTHING, Accepted, Skipped
 from ckptman.loading.loader import load as load_checkpoint
-from ckptman.run import at_newest, checkpoint_at
+from ckptman.run import at_newest, meant_by
 from ckptman.saving.refused_values import warn_of_refused
 from ckptman.saving.write_plan import RankFile, plan_save, signature_of
 from ckptman.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
@@ -140,9 +140,9 @@ def load(
     try:
         accepted = Accepted.agreed(channel, missing, unexpected)
 
-        def find() -> Path:
+        def find() -> tuple[Path, bool]:
             with failing_as_one():
-                return channel.run_on_leader(partial(checkpoint_at, path))
+                return channel.run_on_leader(partial(meant_by, path))
 
         def fill(folder: Path) -> Skipped:
             state = UnwrappedState(state_dict)
@@ -154,6 +154,6 @@ def load(
                     channel.run_on_leader(partial(refuse_gone, folder))
                     raise
 
-        return at_newest(path, find, fill)
+        return at_newest(find, fill)
     finally:
         channel.close()

@@ -232,11 +232,12 @@ class Checkpointer:
         with failing_as_one():
             self._control.run_on_all(partial(check_plain_values, self._state))
         OpenRoot.take_over(self.root.absolute())
-        self._watchdog = RankWatchdog(watchdog, self._control, self.root.absolute())
-        self._backend = backend_for(self.root.absolute(), tiers, DISK)  # the process may go to another folder
+        root = self.root.absolute()  # the process may go to another folder
         starting = failed_start_reported(self.root, self._control.is_leader)
         with starting, contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever happens
+            self._watchdog = RankWatchdog(watchdog, self._control, root)
             undone.callback(self._watchdog.close)
+            self._backend = backend_for(root, tiers, DISK)
             self._session = RunSession.open(self._control, self._backend, run_id, total_step_number(total_steps))
             undone.callback(self._session.release)
             self._listening = undone.enter_context(contextlib.ExitStack())

@@ -100,25 +100,30 @@ def checkpoint_at(path: str | os.PathLike[str]) -> Path:
     return latest.path
 
 
-def at_newest(path: str | os.PathLike[str], find: Callable[[], Path], use: Callable[[Path], T]) -> T:
+def meant_by(path: str | os.PathLike[str]) -> tuple[Path, bool]:
+    """Return as `checkpoint_at`, and whether that very checkpoint was named, and not its root. Raises: the same."""
+    folder = checkpoint_at(path)
+    return folder, folder == Path(path)
+
+
+def at_newest(find: Callable[[], tuple[Path, bool]], use: Callable[[Path], T]) -> T:
     """Use the checkpoint that is meant, and return what comes of it. Of a root from which that was deleted meanwhile it
     is the one that is the newest then.
 
     Args:
-        path: What was asked for.
-        find: Returns the folder that is meant by it (see `checkpoint_at`).
+        find: Returns what `meant_by` does, the same on each rank.
         use: Reads it. GoneError: it was deleted.
 
     Raises: GoneError, and what `find` and `use` raise.
     """
     looks = 0
     while True:
-        folder = find()
+        folder, is_named = find()
         looks += 1
         try:
             return use(folder)
         except GoneError:
-            if looks == _LOOKS or folder == Path(path):
+            if looks == _LOOKS or is_named:
                 raise
 
 

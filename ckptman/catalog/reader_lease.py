@@ -41,7 +41,7 @@ from ckptman.catalog.writer_lock import (
     touched_at,
 )
 from ckptman.errors import CorruptError, NotFoundError, RootError, plain
-from ckptman.format.paths import is_lease, lease_path, parse_step, run_folder
+from ckptman.format.paths import DOT, is_lease, lease_path, parse_step, run_folder
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_regular
 from ckptman.io.threads import Flag
@@ -153,14 +153,17 @@ def is_gone(folder: Path) -> bool:
     is being saved again is there: its folder stands aside for a moment."""
     where = Path(os.path.realpath(folder))
     named = parse_step(where.name)
-    try:
-        names = os.listdir(where.parent) if named is not None else []  # noqa: PTH208 names alone are wanted
-    except OSError:  # a mount that is away has lost nothing
+    if named is None:
         return False
-    if named is None or where.name in names:
-        return False
-    there = (parse_step(name) for name in names)
-    return not any(each is not None and each.kind == "old" and each.step == named.step for each in there)
+    for _ in range(2):  # of a long list a name may be missed that changes meanwhile
+        try:
+            names = os.listdir(where.parent)  # noqa: PTH208 names alone are wanted
+        except OSError:
+            return False
+        there = [each for name in names if (each := parse_step(name)) is not None]
+        if where.name in names or any(each.kind == "old" and each.step == named.step for each in there):
+            return False
+    return bool(there) or DOT in names  # else its mount is away, which has lost nothing
 
 
 def refuse_gone(folder: Path) -> None:
@@ -246,8 +249,8 @@ class _Held:
         self._path, self._text, self._disk, self._made = path, text, disk, made
         self._device: int | None = None
         with contextlib.suppress(OSError):
-            self._device = device_of(path)
-        self._over, self._tried = Flag(), threading.Event()
+            self._device = device_of(path.parent)
+        self._over, self._tried = Flag(), Flag()
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._beat, name="ckptman-lease", daemon=True)
         with contextlib.suppress(RuntimeError):  # no more threads for this user: the process says that it is alive
@@ -265,7 +268,7 @@ class _Held:
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, MemoryError):
                 try:
                     os.utime(self._path, follow_symlinks=False)
                 except FileNotFoundError:  # a prune that heard nothing of us for long took us for dead
@@ -281,7 +284,7 @@ class _Held:
 
     def _is_removed(self) -> bool:
         try:
-            device = device_of(self._path)
+            device = device_of(self._path.parent)
             if not os.path.lexists(self._path):  # below a mount point nothing is, while the mount is away
                 return self._device in (None, device)
             self._disk.remove_file(self._path)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.manifest import parse_versioned
-from ckptman.format.paths import retention_path
+from ckptman.format.paths import retention_path, run_folder
 from ckptman.format.sealed_json import seal, unseal
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_regular
@@ -44,6 +44,8 @@ def read_policy(root: Path) -> RetentionPolicy | None:
         try:
             data = read_regular(path, _MOST_BYTES, remedy="remove it")
         except FileNotFoundError:  # a client may find none while another one replaces it
+            if not run_folder(root).is_dir():
+                raise
             time.sleep(AGAIN_SECONDS)
             data = read_regular(path, _MOST_BYTES, remedy="remove it")
         raw: dict[str, Any] = parse_versioned(path, unseal(path, data))

@@ -93,10 +93,9 @@ def is_this_process(owner: Owner) -> bool:
 class Claim:
     """This process's right to write to a root, held until `release`. Made by `claim`."""
 
-    def __init__(self, root: Path, owner: Owner, number: int, disk: Disk = DISK) -> None:
+    def __init__(self, root: Path, owner: Owner, number: int, device: int, disk: Disk = DISK) -> None:
         self.root, self.owner = root, owner
-        self._number, self._disk = number, disk
-        self._device = root.stat().st_dev
+        self._number, self._device, self._disk = number, device, disk
         self._counter = itertools.count(1)
         self._done = Flag()
         self._thread = threading.Thread(target=self._beat, name="ckptman-owner", daemon=True)
@@ -147,29 +146,7 @@ class Claim:
             return
         self._done.set()
         self._thread.join(BEAT_SECONDS)
-        _given_up.add(self.owner.nonce)
-        if not self._is_released():
-            threading.Thread(target=self._release_later, name="ckptman-owner", daemon=True).start()
-
-    def _release_later(self) -> None:
-        """Give it free when the file system answers again: else nobody else could have it as long as this process
-        lives."""
-        while not self._is_released():
-            time.sleep(BEAT_SECONDS)
-
-    def _is_released(self) -> bool:
-        try:
-            device = device_of(self.root)
-            if self._is_mine(_read(self.root, self._number)):
-                # Marked, not removed: a claimant that looked a moment ago must not find this number free again.
-                with owner_path(self.root, self._number).open("r+b", buffering=0) as file:
-                    file.seek(0, os.SEEK_END)
-                    file.write(b"released\n")
-        except FileNotFoundError:  # it was removed; or the mount is away
-            return device == self._device
-        except OSError:
-            return False
-        return True
+        _give_back(self.root, self._number, self.owner, self._device)
 
     def _is_mine(self, mark: _Mark) -> bool:
         return mark.number == self._number and mark.owner == self.owner
@@ -193,7 +170,9 @@ def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK) -> 
             f"{run_folder(root)} is a link, and a run writes nothing outside of its root: remove it, or name another "
             f"root",
         )
+    number, device = 0, None
     try:
+        device = device_of(root)
         disk.make_folders(run_folder(root))
         last = _newest(root)
         if last is not None and _lives(root, last):
@@ -205,13 +184,43 @@ def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK) -> 
             disk.make_folders(run_folder(root))
             _stake(root, number, me, disk)
     except OSError as error:
+        if number:
+            _give_back(root, number, me, device)
         raise root_error(root, "written", error) from error
     # Claims that are over mean nothing any more: one that cannot be removed does no harm.
     with contextlib.suppress(OSError):
         for older in _numbers(root):
             if older < number:
                 disk.remove_file(owner_path(root, older))
-    return Claim(root, me, number, disk)
+    return Claim(root, me, number, device, disk)
+
+
+def _give_back(root: Path, number: int, owner: Owner, device: int | None) -> None:
+    """Mark a claim of this process as over: later, where the file system does not answer now. Else nobody could have
+    the root as long as this process lives. `device`: of the root; None: not known."""
+    _given_up.add(owner.nonce)
+
+    def is_marked() -> bool:
+        try:
+            here = device_of(root)
+            mark = _read(root, number)
+            if (mark.number, mark.owner) == (number, owner) and not mark.released:
+                # Marked, not removed: a claimant that looked a moment ago must not find this number free again.
+                with owner_path(root, number).open("r+b", buffering=0) as file:
+                    file.seek(0, os.SEEK_END)
+                    file.write(b"released\n")
+        except FileNotFoundError:  # it was never made, or it was removed; or the mount is away
+            return device in (None, here)
+        except OSError:
+            return False
+        return True
+
+    def go_on() -> None:
+        while not is_marked():
+            time.sleep(BEAT_SECONDS)
+
+    if not is_marked():
+        threading.Thread(target=go_on, name="ckptman-owner", daemon=True).start()
 
 
 @dataclass(frozen=True)

@@ -84,10 +84,11 @@ def _answer(root: Path, request: str, owner: Owner, timeout_seconds: float) -> M
 
     until = time.monotonic() + timeout_seconds
     while True:
-        has_ended = not is_alive(root, owner)  # first: the answer comes before that
         if (found := answer(root, request)) is not None:
             return found
-        if has_ended:
+        if not is_alive(root, owner):
+            if (found := answer(root, request)) is not None:  # it comes before the end
+                return found
             raise CkptmanError("the attempt ended before it carried out the request: ckptman status shows how")
         if time.monotonic() > until:
             raise CkptmanError(

@@ -77,6 +77,7 @@ def check_claim(folder: Path, disk: Disk = DISK, second: Second = HERE) -> Findi
     consequence = "two runs could write to one root, and rename and prune each other's checkpoints"
     two = f"two {second.kind}"
     with second.start(rival_claims, folder, disk) as rival:
+        disk.make_folder(root)
         rival.pipe.send("race")
         ours, refusal = _race(folder, disk)
         won, their_refusal = rival.receive()

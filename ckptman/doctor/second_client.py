@@ -155,7 +155,7 @@ class _Lines:
     def recv(self) -> Any:
         for line in self._receives:
             _, mark, data = line.partition(_MARK)
-            if mark:
+            if mark and data.startswith("["):  # its log begins its lines in the same way
                 value, error = json.loads(data)
                 if error is not None:
                     raise OSError(*error) if error[0] else CkptmanError(error[1])

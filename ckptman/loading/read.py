@@ -19,7 +19,7 @@ from ckptman.loading.accepted import matches, matches_any, told
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load, resolve
 from ckptman.loading.read_tensors import check_container, fills_for_all, read_fills
 from ckptman.loading.restricted_unpickler import load_plain
-from ckptman.run import at_newest, checkpoint_at
+from ckptman.run import at_newest, meant_by
 from ckptman.state.local_shards import QUANTIZED
 from ckptman.state.named_state import refs_in, replace_refs
 
@@ -51,7 +51,7 @@ def read(
         CorruptError: the bytes are not what was saved, or hold what only the program that saved it can load.
         FormatVersionError: a newer ckptman wrote it.
     """
-    return at_newest(path, partial(checkpoint_at, path), partial(_read, only=only, verify=verify))
+    return at_newest(partial(meant_by, path), partial(_read, only=only, verify=verify))
 
 
 def _read(folder: Path, *, only: str | Sequence[str] | None, verify: bool) -> dict[str, Any]:

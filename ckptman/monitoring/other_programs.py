@@ -45,11 +45,11 @@ def history_of_chains(root: Path, chains: Sequence[Chain], now: float) -> RunHis
     attempts: list[Attempt] = []
     step = 0
     for chain in chains:
-        ends = chain.ends()
-        for record in chain.attempts():
+        ends, records = chain.ends(), chain.attempts()
+        for record, following in zip(records, [*(each.begun_seconds for each in records[1:]), now]):
             begun, end = record.begun_seconds, ends.get(record.number)
             found = latest(end.newest if end else find_newest((str(root),), Path(record.workdir)))
-            ended = end.ended_seconds if end else now
+            ended = end.ended_seconds if end else min(chain.last_sign(record, now), following)
             stretch = Stretch(step, begun)
             if found is not None and begun < found.time_seconds <= ended:
                 step = max(step, found.step)

@@ -16,8 +16,9 @@ SLOW = 3.0
 """Starting and saving may take that many times as long as a step: both depend on a file system that others use too."""
 _FILES: tuple[Doing, ...] = ("open", "restore", "save")
 """While it is at these, a rank waits for files and for no collective of the training."""
-OPEN_SECONDS = 30.0
-"""Opening a root may take so long where all is well: the claim of a run on another host is watched that long."""
+OPEN_SECONDS = 300.0
+"""Opening a root may take so long where all is well: the claim of a run on another host is watched for 30 s, so are its
+leases, and the drafts that it left are removed."""
 _LIKE = 1.25
 """A pause that is so many times as long as the longest one so far is still like it."""
 _AHEAD_SECONDS = 45.0
@@ -56,6 +57,8 @@ class Patience:
     def limit_seconds(self, doing: Doing, longest_seconds: float = 0.0) -> float:
         """For how long a rank may be silent, when `longest_seconds` is the longest pause of this kind so far."""
         floor = self.floor_seconds * (1.0 if doing == "step" else SLOW)
+        if doing == "open":
+            floor = max(floor, OPEN_SECONDS)
         return max(floor, self.factor * longest_seconds)
 
     def notice_seconds(self, doing: Doing, longest_seconds: float = 0.0) -> float:
@@ -76,7 +79,7 @@ class Progress:
 
     def __init__(self, patience: Patience) -> None:
         self.patience = patience
-        self.longest_seconds: dict[Doing, float] = dict.fromkeys(get_args(Doing), 0.0) | {"open": OPEN_SECONDS}
+        self.longest_seconds: dict[Doing, float] = dict.fromkeys(get_args(Doing), 0.0)
         """The longest pause of each kind so far."""
         self._last: tuple[float, Doing, int] = (0.0, "start", 0)
         self._told: tuple[float, Doing, int] | None = None

@@ -13,7 +13,7 @@ from typing import Any
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.node_memory import InMemory
 from ckptman.catalog.catalog import Entry
-from ckptman.catalog.reader_lease import held, is_gone
+from ckptman.catalog.reader_lease import held, is_gone, refuse_gone
 from ckptman.catalog.rollback_records import left_by
 from ckptman.catalog.verified import remember_damage
 from ckptman.comm.control_group import Channel, RankFailed, failing_as_one
@@ -253,7 +253,12 @@ class Restorer:
         entry = self._control.run_on_leader(look)
         part = others.part_of(state)
         before = dict(part)
-        skipped = self._load(part, folder, others)
+        try:
+            skipped = self._load(part, folder, others)
+        except (CorruptError, NotFoundError):
+            with failing_as_one():
+                self._control.run_on_leader(partial(refuse_gone, folder))
+            raise
         state.update({name: value for name, value in part.items() if value is not before[name]})
         if entry is not None:
             of_entries = entry.require_manifest().asked

@@ -149,13 +149,16 @@ class LastWords:
         within(PART_SECONDS, report.kill_stopped)
 
     def _leader_is_silent(self, report: HangReport) -> bool:
-        found = read_outcome(outcome_path(self._root))
+        # While the root is opened, what lies there is of the attempt before.
+        found = read_outcome(outcome_path(self._root)) if self.session is not None else None
         return (report.silent is None or _LEADER in report.silent) and (found is None or found.state == "running")
 
     def _write(self, stall: Stall, who: str) -> None:
         """Say on disk how the attempt ended: the outcome first, which is what a chain goes by."""
         session, step = self.session, stall.step
         reason = f"{STALLED}: {stall}; {who}"
+        for node, why in self.report.bad_nodes().items():
+            report_node(node, why, os.environ)
         if session is None:
             report_failed_start(self._root, reason, EXIT_STALLED)
             return
@@ -167,8 +170,6 @@ class LastWords:
             session.journal.bind(attempt=session.number)
         silent = {"silent_seconds": stall.waited_seconds}
         session.note("failed", sync=True, step=step, reason=reason, error=STALLED, cause="environment", **silent)
-        for node, why in self.report.bad_nodes().items():
-            report_node(node, why, os.environ)
 
 
 def abort_process_group() -> None:

@@ -155,6 +155,7 @@ def test_a_run_goes_on_from_the_next_one(root, client, stage):
     assert state["step"] == 1
 
 
+@pytest.mark.leaves("ckptman-owner")
 def test_a_mount_that_goes_away_in_a_run_gets_nothing_below_it(root, client):
     run = client.path / "run"
     with warnings.catch_warnings():

@@ -288,6 +288,7 @@ def test_a_root_whose_file_system_is_gone_is_not_claimed_on_the_one_below(tmp_pa
     with pytest.raises(RootError, match="see whether it is still mounted"):
         held.check()
     assert not run_folder(tmp_path).exists()
+    held._device -= 1
     held.release()
 
 
@@ -336,6 +337,7 @@ def test_death_at_any_operation_of_a_claim(tmp_path, monkeypatch, dead, left):
     late = this_process("late", None).model_copy(update={"pid": dead})
     for fault in faults():
         root = tmp_path / f"{fault.at}-{fault.when}"
+        root.mkdir(exist_ok=True)
         if left is not None:
             line = leave(root, 7, pid=dead).model_dump_json() + "\n"
             owner_path(root, 7).write_text(line + ("released\n" if left == "released" else ""))
@@ -377,6 +379,7 @@ def test_an_error_at_any_operation_of_a_claim(tmp_path, dead):
 def test_of_threads_that_claim_at_once_exactly_one_wins(tmp_path, dead):
     for number in range(40):
         root = tmp_path / str(number)
+        root.mkdir()
         if number % 2:
             leave(root, 3, pid=dead)
         start, won, refused = threading.Barrier(4), [], []
