@@ -12,7 +12,7 @@ TORCH  ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 JOBS   ?= 3
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-all test-torch test-gpu check format docs campaign faults bench clean
+.PHONY: help setup demo test test-all test-torch test-gpu check format docs campaign test-filesystems faults bench clean
 
 help:
 	@echo "make setup     a virtual environment in $(VENV) with ckptman and what it needs"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-all  all tests, Slurm and the docs included, and short versions of the long ones"
 	@echo "make test-torch TORCH=2.11.0  the quick tests on another torch, in an environment of its own"
 	@echo "make test-gpu  what must hold on a GPU, on the GPUs of this machine"
+	@echo "make test-filesystems  what must hold on GlusterFS, MooseFS and CephFS, each with two clients on this machine"
 	@echo "make check     ruff, formatting, mypy --strict, the layers"
 	@echo "make docs      the documentation as a site, in site/: open site/index.html"
 	@echo "make campaign  the long versions of tests, and every example"
@@ -61,6 +62,10 @@ test-torch:
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu
+
+# As root, with the packages that a test names which is skipped; .ci/run filesystems installs them.
+test-filesystems: setup
+	$(BIN)/python -m pytest -m "" tests/filesystems
 
 check: setup
 	$(BIN)/ruff check $(SOURCE)

@@ -289,6 +289,7 @@ def test_what_cannot_be_pruned_keeps_nothing_else_from_it(roots):
     stuck.chmod(0o555)
     roots[1].chmod(0)
     try:
+        unprivileged.need_refusal(stuck)
         ended = unprivileged.ckptman("prune", *roots, "--keep-last", "1")
         again = unprivileged.ckptman("prune", *roots, "--keep-last", "1", "--json")
     finally:

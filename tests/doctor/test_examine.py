@@ -350,6 +350,7 @@ def test_a_command_that_starts_nothing_ends_it(folder):
 def test_a_folder_of_somebody_else_fails(tmp_path):
     tmp_path.chmod(0o555)
     try:
+        unprivileged.need_refusal(tmp_path)
         ended = unprivileged.ckptman("doctor", tmp_path, "--json")
     finally:
         tmp_path.chmod(0o755)

@@ -28,6 +28,23 @@ def into(file, offset, size, label="", place=None):
     return Wanted(file, offset, size, into=memoryview(place if place is not None else bytearray(size)), label=label)
 
 
+def tells_what_is_cached(folder):
+    """Whether the file system of a folder lets a read ask for what is in the page cache. FUSE does not."""
+    path = folder / "asked"
+    path.write_bytes(bytes(BLOCK))
+    with path.open("rb") as file:
+        file.read()
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        finally:
+            path.unlink()
+    return True
+
+
 def refuse_direct(monkeypatch):
     """Have files written as on a file system that takes no direct I/O, and read from the page cache."""
     real = fcntl.fcntl

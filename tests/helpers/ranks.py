@@ -43,7 +43,7 @@ class RankError(AssertionError):
 class World:
     """Running ranks. `results` waits for all of them."""
 
-    def __init__(self, world_size, *, alone=False):
+    def __init__(self, world_size, *, alone=False, programs=()):
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self.processes = []
         self._pipes = []
@@ -54,7 +54,8 @@ class World:
         store = None if alone else f"{self._folder.name}/store"
         for rank in range(world_size):
             ours, theirs = multiprocessing.Pipe()
-            command = ("-m", "tests.helpers.ranks", str(theirs.fileno()))
+            before = programs[rank] if programs else ()
+            command = (*before, "-m", "tests.helpers.ranks", str(theirs.fileno()))
             self.processes.append(Python(*command, pass_fds=[theirs.fileno()], env=_ENVIRON, cwd=_HERE))
             theirs.close()
             ours.send((rank, world_size, store))
@@ -151,12 +152,13 @@ class World:
 
 
 @contextlib.contextmanager
-def start_ranks(world_size, function, *args, limit=240.0, alone=False):
+def start_ranks(world_size, function, *args, limit=240.0, alone=False, programs=()):
     """Start ranks of its own that each call `function(*args)` inside an initialised gloo process group.
 
-    `alone`: one process without a group.
+    `alone`: one process without a group. `programs`: for each rank, the arguments of `python` that run the others, as
+    those that take it to another host.
     """
-    world = World(world_size, alone=alone)
+    world = World(world_size, alone=alone, programs=programs)
     try:
         world.hand(limit, function, *args, last=True)
         world.dismiss()
