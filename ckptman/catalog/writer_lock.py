@@ -120,7 +120,6 @@ class Claim:
         mark = self._mark()
         if mark is None:
             # Somebody removed the run's own files: claimed again, or the next run would come in unhindered.
-            self._disk.make_folders(self.root)
             self._disk.make_folders(run_folder(self.root))
             _stake(self.root, self._number, self.owner, self._disk)
         elif not self._is_mine(mark):

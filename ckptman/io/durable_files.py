@@ -257,15 +257,9 @@ class Disk:
             os.mkdir(path if folder is None else path.name, folder_mode(), dir_fd=folder)
 
     def make_folders(self, path: Path) -> None:
-        """Make a folder and its parents where missing, each of them durable.
-
-        What a run keeps beside its checkpoints goes into a root that is there. Raises FileNotFoundError where that is
-        missing: if its mount went away, the root would be made below the mount point.
-        """
-        missing: list[Path] = []
+        """Make a folder and its parents where missing, each of them durable."""
+        missing = []
         while not path.exists() and path != path.parent:
-            if missing and missing[-1].name == RUN_FOLDER:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
             missing.append(path)
             path = path.parent
         for folder in reversed(missing):

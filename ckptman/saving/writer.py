@@ -182,8 +182,7 @@ class Draft:
                 raise ExistsError(f"{self.final} exists already: save under another name, or say overwrite=True")
             if not may_be_replaced(self.final):
                 raise ExistsError(f"{self.final} is no checkpoint, and is not replaced by one: name another path")
-        if self._claim is None:  # a run has made its root: what is missing now may be a mount that went away
-            self._backend.make()
+        self._backend.make(is_there=self._claim is not None)
         tag = self._claim.next_tag() if self._claim is not None else new_nonce()
         if self._claim is None and parse_step(self.final.name) is not None:
             # A run's claim on its root says that it is alive; whoever saves without one says so of this save.

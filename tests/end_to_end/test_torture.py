@@ -20,7 +20,7 @@ from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.pins import pin
 from ckptman.catalog.prune import execute, plan_prune
-from ckptman.catalog.reader_lease import lease, reading
+from ckptman.catalog.reader_lease import GoneError, lease, reading
 from ckptman.catalog.writer_lock import claim
 from ckptman.errors import CorruptError, NotFoundError
 from ckptman.format.paths import step_folder
@@ -122,7 +122,7 @@ def reader(field):
     while not field.over.is_set():
         if entries := _lists(field):
             entry = dice.choice(entries)
-            with reading(entry.path, what="torture"):
+            with contextlib.suppress(GoneError), reading(entry.path, what="torture"):
                 field.note("leased", outcome=_read(entry, must_stay=True))
 
 

@@ -104,15 +104,16 @@ class LocalBackend:
         self.run_ids: frozenset[str] = frozenset()
         """Of the run, by which a root that was lost knows its tiers."""
 
-    def make(self) -> None:
-        """Make the root where it is missing.
+    def make(self, *, is_there: bool = False) -> None:
+        """Make the root where it is missing. `is_there`: it was made, so what is missing now went away.
 
         Raises: RootError (a file is in the way, or it is not ours to write), ConfigError (a `~` not expanded).
         """
         check_expanded(self.root)
         what = "made"
         try:
-            self.disk.make_folders(self.root)
+            if not is_there:
+                self.disk.make_folders(self.root)
             what = "flushed"
             # Who made it may have been killed before its name was durable: then all that is in it would go with it.
             with contextlib.suppress(PermissionError):  # where not even its names may be read, nobody could do it
@@ -123,6 +124,8 @@ class LocalBackend:
                 f"the checkpoint root {self.root} cannot be {what} ({error.strerror}): check the mount, or name "
                 f"another root",
             ) from error
+        if not os.path.lexists(self.root):
+            raise RootError(errno.ENOENT, f"{self.root} is gone: see whether it is still mounted, or who removed it")
         if not self.root.is_dir():
             raise RootError(
                 errno.ENOTDIR, f"the checkpoint root {self.root} is a file, not a folder: name another root"

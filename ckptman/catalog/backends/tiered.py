@@ -35,8 +35,8 @@ class TieredBackend(LocalBackend):
         self._highest = 0
         self._elsewhere: dict[str, Backend] = {}
 
-    def make(self) -> None:
-        super().make()
+    def make(self, *, is_there: bool = False) -> None:
+        super().make(is_there=is_there)
         make_tiers(self.root, self.tiers, self.disk)
 
     def list(self, *, abandoned: bool = False) -> list[Entry]:
