@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import random
 import subprocess
 import warnings
 
@@ -15,9 +14,7 @@ from ckptman.errors import CkptmanError
 from tests.helpers.other_client import other_client
 
 WAYS = ("away", "read only", "unmounted", "other clock")
-SEED = int(os.environ.get("SEED") or random.randrange(10**9))
-IN_CI = 3
-"""So many operations are tried of each way; all of them in a campaign."""
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3000)]
 
 
 def state_of(step):
@@ -51,20 +48,10 @@ def save(root, step):
     return begun
 
 
-def operations(seed, *, is_whole):
-    """All, until none is left; or some."""
-    chosen = random.Random(seed)
-    return itertools.count(1) if is_whole else sorted(chosen.randrange(1, 120) for _ in range(IN_CI))
-
-
-@pytest.mark.parametrize(
-    "is_whole", [False, pytest.param(True, marks=[pytest.mark.campaign, pytest.mark.timeout(3000)])]
-)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_mount_that_changes(tmp_path, way, is_whole):
-    print(f"SEED={SEED}")
+def test_a_mount_that_changes(tmp_path, way):
     warnings.simplefilter("ignore")  # of what could not be written beside the checkpoint
-    for number in operations(SEED, is_whole=is_whole):
+    for number in itertools.count(1):
         folder = tmp_path / f"disk-{number}"
         folder.mkdir()
         with other_client(folder, tmp_path / f"mount-{number}") as client:
