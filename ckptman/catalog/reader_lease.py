@@ -149,8 +149,8 @@ def held(folder: Path, *, what: str, disk: Disk = DISK) -> Iterator[None]:
 
 
 def is_gone(folder: Path) -> bool:
-    """Whether a checkpoint is no longer in its root, by a new listing of that; False where nobody can tell. A step that
-    is being saved again is there: its folder stands aside for a moment."""
+    """Whether a fresh listing of the root lacks a checkpoint. False if the root cannot be listed, and while the step is
+    being saved again."""
     where = Path(os.path.realpath(folder))
     named = parse_step(where.name)
     if named is None:
@@ -257,7 +257,7 @@ class _Held:
             self._thread.start()
 
     def give_back(self) -> None:
-        """Remove it, or have that tried again and again where the file system does not allow it now."""
+        """Remove the lease. If that fails now, its thread keeps trying."""
         self._over.set()
         if self._thread.ident is None:
             self._is_removed()

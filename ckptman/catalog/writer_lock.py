@@ -126,7 +126,7 @@ class Claim:
             raise _busy(self.root)
 
     def check_mount(self) -> None:
-        """Raises: RootError where the root is on another file system now, as when it was unmounted; OSError."""
+        """Check that the root is still on its file system. Raises: RootError if it was unmounted, OSError."""
         self._mark()
 
     def _mark(self) -> _Mark | None:
@@ -195,8 +195,8 @@ def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK) -> 
 
 
 def _give_back(root: Path, number: int, owner: Owner, device: int | None) -> None:
-    """Mark a claim of this process as over: later, where the file system does not answer now. Else nobody could have
-    the root as long as this process lives. `device`: of the root; None: not known."""
+    """Mark a claim of this process as released, and keep trying if the file system does not answer now: otherwise the
+    root would stay locked until this process ends. `device`: that of the root; None if unknown."""
     _given_up.add(owner.nonce)
 
     def is_marked() -> bool:

@@ -105,7 +105,7 @@ class LocalBackend:
         """Of the run, by which a root that was lost knows its tiers."""
 
     def make(self, *, is_there: bool = False) -> None:
-        """Make the root where it is missing. `is_there`: it was made, so what is missing now went away.
+        """Create the root if it is missing. `is_there`: the run created it before, so it is only checked.
 
         Raises: RootError (a file is in the way, or it is not ours to write), ConfigError (a `~` not expanded).
         """
