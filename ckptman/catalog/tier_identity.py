@@ -61,7 +61,7 @@ def make_identity(root: Path, run_id: str, id: str | None = None, disk: Disk = D
         return found.id
     # A tier in which a run is started stays what it is.
     mine = Whose(id=id or read_identity(root) or os.urandom(16).hex(), root=str(root.absolute()), run_id=run_id)
-    disk.make_folders(run_folder(root))
+    disk.make_folder_if_missing(run_folder(root))
     return mine.id if place.create_note(ROOT_ID, mine.to_json()) else make_identity(root, run_id, id, disk)
 
 

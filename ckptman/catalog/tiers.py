@@ -91,7 +91,7 @@ def write_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
             )
             for tier in tiers
         ]
-        disk.make_folders(run_folder(root))
+        disk.make_folder_if_missing(run_folder(root))
         disk.replace_file(path, seal(_Stored(tiers=stored).model_dump_json(indent=1).encode()))
 
 
@@ -235,7 +235,7 @@ def write_drained(root: Path, held: Mapping[str, Sequence[Record]], disk: Disk =
         tier: [{**vars(record), "metrics": dict(record.metrics)} for record in records]
         for tier, records in held.items()
     }
-    disk.make_folders(run_folder(root))
+    disk.make_folder_if_missing(run_folder(root))
     # By Python's JSON: a metric may be NaN.
     disk.replace_file(drained_path(root), seal(json.dumps(_Drained(held=stored).model_dump()).encode()))
 

@@ -120,7 +120,7 @@ class Claim:
         mark = self._mark()
         if mark is None:
             # Somebody removed the run's own files: claimed again, or the next run would come in unhindered.
-            self._disk.make_folders(run_folder(self.root))
+            self._disk.make_folder_if_missing(run_folder(self.root))
             _stake(self.root, self._number, self.owner, self._disk)
         elif not self._is_mine(mark):
             raise _busy(self.root)
@@ -172,7 +172,7 @@ def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK) -> 
     number, device = 0, None
     try:
         device = device_of(root)
-        disk.make_folders(run_folder(root))
+        disk.make_folder_if_missing(run_folder(root))
         last = _newest(root)
         if last is not None and _lives(root, last):
             raise _busy(root)
@@ -180,7 +180,7 @@ def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK) -> 
         try:
             _stake(root, number, me, disk)
         except FileNotFoundError:  # a reader that is done removed the folder that it had made
-            disk.make_folders(run_folder(root))
+            disk.make_folder_if_missing(run_folder(root))
             _stake(root, number, me, disk)
     except OSError as error:
         if number:

@@ -264,11 +264,21 @@ class Disk:
             path = path.parent
         for folder in reversed(missing):
             folder.mkdir(folder_mode(), exist_ok=True)
-            if folder.name == RUN_FOLDER:
-                with _folder_of(folder / "any") as made:
-                    assert made is not None
-                    give_to_owner_of(folder.parent, made)
             self.sync_folder(folder.parent)
+
+    def make_folder_if_missing(self, path: Path) -> None:
+        """Make a folder where it is missing, durably, but none above it: where those are missing, a mount is away.
+
+        Raises: FileNotFoundError, OSError.
+        """
+        if path.exists():
+            return
+        path.mkdir(folder_mode(), exist_ok=True)
+        if path.name == RUN_FOLDER:
+            with _folder_of(path / "any") as made:
+                assert made is not None
+                give_to_owner_of(path.parent, made)
+        self.sync_folder(path.parent)
 
     def write_file(self, path: Path, data: bytes) -> None:
         """Write a whole new file and flush it to storage. The folder is not flushed."""

@@ -119,7 +119,7 @@ class Journal:
 
     def _open(self) -> int:
         if self._fd is None:
-            self._disk.make_folders(self.path.parent)
+            self._disk.make_folder_if_missing(self.path.parent)
             # Not through a link, and not to a pipe: nobody may have us write to what is none of ours, or wait.
             fd = open_new(self.path, _OPEN | os.O_RDWR | os.O_APPEND)
             found = os.fstat(fd)

@@ -70,7 +70,7 @@ def write_outcome(path: Path, outcome: Outcome, disk: Disk = DISK) -> None:
     What looks like a secret in its reason, which may be the text of any error, is masked: others may read this.
     """
     outcome = replace(outcome, reason=masked(outcome.reason))
-    disk.make_folders(path.parent)
+    disk.make_folder_if_missing(path.parent)
     said = {**asdict(outcome), "reason": outcome.reason[:_MOST_REASON]}
     disk.replace_file(path, json.dumps(said, indent=1).encode() + b"\n")
 

@@ -192,7 +192,7 @@ def within(seconds: float, work: Callable[[], object]) -> bool:
 
 def write_stacks(path: Path, text: str) -> None:
     """Append `text` and the stack of every thread to a file. Raises: OSError."""
-    DISK.make_folders(path.parent)
+    DISK.make_folder_if_missing(path.parent)
     fd = os.open(path, _STACKS, 0o666)
     try:
         os.write(fd, f"{plain_lines(text)}\n\n".encode())

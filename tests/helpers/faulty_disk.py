@@ -74,6 +74,9 @@ class FaultyDisk(Disk):
     def make_folders(self, path):
         self._do("make_folders", lambda: Disk.make_folders(self, path), lambda: _make_first(path))
 
+    def make_folder_if_missing(self, path):
+        self._do("make_folder_if_missing", lambda: Disk.make_folder_if_missing(self, path))
+
     def write_file(self, path, data):
         self._do(
             "write_file",

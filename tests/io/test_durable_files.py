@@ -237,10 +237,20 @@ def test_links_of_all_kinds_lead_to_the_folder(tmp_path):
         holding(tmp_path / "nowhere", through_link=True).__enter__()
 
 
+def test_the_folder_of_a_run_is_made_in_a_root_that_is_there(tmp_path):
+    """Where the root is missing its mount may be away, and what is made there is below it."""
+    with pytest.raises(FileNotFoundError):
+        DISK.make_folder_if_missing(tmp_path / "root" / ".ckptman")
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(2):
+        DISK.make_folder_if_missing(tmp_path / ".ckptman")
+    assert [each.name for each in tmp_path.iterdir()] == [".ckptman"]
+
+
 @SUPER_USER
 def test_what_the_super_user_makes_for_a_run_is_given_to_its_owner(tmp_path):
     (tmp_path / "root").mkdir()
     os.chown(tmp_path / "root", OTHER, OTHER)
-    DISK.make_folders(tmp_path / "root" / ".ckptman")
+    DISK.make_folder_if_missing(tmp_path / "root" / ".ckptman")
     assert owner_of(tmp_path / "root" / ".ckptman") == OTHER
     assert owner_of(tmp_path / "root" / "nothing") is None
