@@ -103,6 +103,7 @@ ALL = {
         directives=("--signal=SIGUSR1@30",),
         cut=time_limit_with_a_signal,
         endings="stopped|interrupted",
+        reasons="the job was requeued",
     ),
     "deepspeed": Program(
         "DeepSpeed",
@@ -118,7 +119,7 @@ ALL = {
         "torchtitan",
         "torchtitan",
         f"{ON_CPU} out/losses {PROGRAMS}/torchtitan_train.py out STEPS",
-        steps=600,
+        steps=300,
         starts=r"Training starts at step (\d+)",
         first=1,
     ),
