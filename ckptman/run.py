@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from ckptman.catalog.catalog import Catalog, Entry
+from ckptman.catalog.catalog import Catalog, Entry, Until, any_will_do
 from ckptman.catalog.reader_lease import GoneError
 from ckptman.catalog.root_checks import check_is_folder
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, plain
@@ -179,9 +179,13 @@ class Run:
 
         Raises: FormatVersionError, RootError (one cannot be read that may be the newest).
         """
-        found = self._counting()
-        finite = [entry for entry in found if not entry.spoilt] or found
         suspect = suspects(crashes_of(self.events()))
+
+        def will_do(entry: Entry) -> bool:
+            return not (entry.spoilt or entry.step in suspect or entry.record().damaged)
+
+        found = self._counting(until=will_do)
+        finite = [entry for entry in found if not entry.spoilt] or found
         taken = [entry for entry in finite if entry.step not in suspect] or finite
         return _checkpoint(taken[-1]) if taken else None
 
@@ -283,7 +287,8 @@ class Run:
     @property
     def run_id(self) -> str | None:
         """The name of the run: of its newest checkpoint, or before the first one of its last attempt; None: none."""
-        manifests = [each.manifest for each in self._catalog().look(abandoned=True) if each.manifest is not None]
+        entries = self._catalog().look(abandoned=True, until=any_will_do)
+        manifests = [each.manifest for each in entries if each.manifest is not None]
         if manifests:
             return manifests[-1].run_id or None
         return next((str(each["run_id"]) for each in reversed(self.events()) if each.get("run_id")), None)
@@ -299,9 +304,12 @@ class Run:
         check_is_no_checkpoint(self.root)
         return Catalog(self.root)
 
-    def _counting(self) -> list[Entry]:
-        """The checkpoints that count, oldest commit first. Raises: FormatVersionError, RootError."""
-        entries = self._catalog().scan()
+    def _counting(self, until: Until | None = None) -> list[Entry]:
+        """The checkpoints that count, oldest commit first; `until` as for `Catalog.scan`.
+
+        Raises: FormatVersionError, RootError.
+        """
+        entries = self._catalog().scan(until=until)
         for entry in entries:
             if entry.newer_format is not None:  # it may well be the newest, or the best
                 raise entry.newer_format

@@ -1,7 +1,7 @@
 """What a root holds: looked up on disk each time, never read from a pointer or a date.
 
-A run that saves looks at its root again and again, and of what has not changed since it looked last it does not read
-the manifest anew (`Remembered`). That it is there, and unchanged, is looked up each time.
+The order of checkpoints is in their manifests. Whether all files of one are there is only looked up for those that
+somebody wants: on a parallel file system each look is a message to a server, and a root may hold thousands.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
@@ -36,7 +36,12 @@ _COUNTING = ("step", "old", "abandoned")
 """Kinds of folders that may hold a checkpoint that counts."""
 _INODE = 2
 _Stamp = tuple[int, ...]
-"""Inode, size and times of a folder."""
+"""Device, inode, size and times of a folder."""
+Names = Mapping[str, int]
+"""What a root was found to list: names with their inodes; 0 where the file system does not tell, -1 for a link."""
+_LINK, _UNTOLD = -1, (0, 2**32 - 1, 2**64 - 1)
+Until = Callable[["Entry"], bool]
+"""Whether a checkpoint will do, so that older ones need not be looked into."""
 
 
 @dataclass(frozen=True)
@@ -111,36 +116,23 @@ class Entry:
     @property
     def nonfinite(self) -> str:
         """What in it is NaN or infinite; "" where nothing is, or nobody looked."""
-        return self._facts(self.manifest).nonfinite if self.manifest is not None else ""
+        return facts_of(self.manifest).nonfinite if self.manifest is not None else ""
 
     @property
     def spoilt(self) -> str:
         """What of that a restore goes back for (see `Record.spoilt`)."""
-        return self._facts(self.manifest).spoilt if self.manifest is not None else ""
+        return facts_of(self.manifest).spoilt if self.manifest is not None else ""
 
     def record(self) -> Record:
         """The facts that retention rules look at. Only for complete entries."""
         manifest = self.require_manifest()
         note = read_verified(self.path, manifest) if VERIFIED in self.beside else None
         return replace(
-            self._facts(manifest),
+            facts_of(manifest),
             verified=note is not None and note.every_byte,
             damaged=note.damaged if note is not None else "",
             pinned=self.pinned,
             abandoned=f"abandoned {self.abandoned}" if self.abandoned else "",
-        )
-
-    def _facts(self, manifest: Manifest) -> Record:
-        """What the manifest alone says."""
-        found = manifest.nonfinite
-        return Record(
-            self.step,
-            manifest.sequence,
-            manifest.time_seconds,
-            manifest.total_bytes,
-            manifest.metrics,
-            nonfinite_metrics=found.metrics if found is not None else (),
-            nonfinite_tensors=found.tensors if found is not None else (),
         )
 
     def require_manifest(self) -> Manifest:
@@ -158,20 +150,26 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Remembered(Entry):
-    """A complete entry that is as it was when its manifest was read. `facts`: what its manifest says.
+class Listed(Entry):
+    """An entry that has a good manifest. Nobody has looked into its folder, or not since it was remembered.
 
-    The manifest is not kept, as it grows with the ranks; whoever asks for it has it read again.
+    Remembered, it has no manifest, as that grows with the ranks: whoever asks for it has it read again.
     """
 
     facts: Record = field(kw_only=True)
-    stamp: _Stamp = field(kw_only=True, repr=False)
+    """What its manifest says."""
+    inode: int = field(kw_only=True, repr=False)
+    noted: Record | None = field(default=None, kw_only=True)
+    """With the notes beside the manifest, where somebody has looked into the folder."""
+    stamp: _Stamp | None = field(default=None, kw_only=True, repr=False)
+    """Of the folder when somebody looked into it; None: nobody did, or it may have changed in that moment."""
 
-    @classmethod
-    def of(cls, entry: Entry, stamp: _Stamp) -> Remembered:
-        """What to keep of a complete entry, whose folder has a stamp."""
-        facts = entry._facts(entry.require_manifest())
-        return cls(entry.step, entry.path, None, beside=entry.beside, facts=facts, stamp=stamp)
+    def to_remember(self) -> Listed:
+        """Return the same without its manifest."""
+        short = replace(self, manifest=None)
+        if "identity" in self.__dict__:  # somebody asked for it
+            short.__dict__["identity"] = self.identity
+        return short
 
     @property
     def sequence(self) -> int:
@@ -200,30 +198,17 @@ class Remembered(Entry):
 
     def is_in(self, folder: Path) -> bool:
         # Renamed, it is the same folder; nobody else has its inode while it is there.
-        if _stamp_of(os.lstat(folder))[:_INODE] != self.stamp[:_INODE]:
+        if self.stamp is not None and _stamp_of(os.lstat(folder))[:_INODE] != self.stamp[:_INODE]:
             return False
         found, facts = read_manifest(folder), self.facts
         return (found.step, found.sequence, found.time_seconds) == (facts.step, facts.sequence, facts.time_seconds)
 
     def record(self) -> Record:
-        return replace(self._noted, abandoned=f"abandoned {self.abandoned}") if self.abandoned else self._noted
+        record = self.noted or self.facts
+        return replace(record, abandoned=f"abandoned {self.abandoned}") if self.abandoned else record
 
     def require_manifest(self) -> Manifest:
-        return read_manifest(self.path)
-
-    @cached_property
-    def _noted(self) -> Record:
-        """With what is noted beside the manifest: a note that is made later changes the folder."""
-        if self.beside.isdisjoint((VERIFIED, PINNED)):
-            return self.facts
-        try:
-            return replace(self, abandoned="", manifest=self.require_manifest()).plain_record()
-        except (CkptmanError, OSError):  # gone since: a prune sees that itself
-            return replace(self.facts, pinned=self.pinned)
-
-    def plain_record(self) -> Record:
-        """By its manifest, as an entry that was never remembered."""
-        return super().record()
+        return self.manifest or read_manifest(self.path)
 
 
 class Catalog:
@@ -233,65 +218,92 @@ class Catalog:
 
     Args:
         root: The checkpoint root.
-        remember: Keep what was read of a folder for as long as its inode, size and times stay. A folder that was
-            replaced or renamed, or in which a name came or went (a pin, a note of a verify), is read anew. A file that
-            was cut short or written to in its place is not seen: see `confirm`. Thread-safe: a run may restore while a
-            save of it is in the background.
+        remember: Keep what was read of a folder for as long as its name has the same inode: for who asks with `until`,
+            and sees to it by `confirm` before something is deleted. Thread-safe: a run may restore while a save of it
+            is in the background.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, remember: bool = False) -> None:
         self.root = Path(root)
         self._remembers = remember
-        self._known: dict[str, Remembered] = {}
+        self._known: dict[str, Listed] = {}
+        self._flawed: set[str] = set()
+        """Names of what has a manifest and is not complete."""
 
-    def scan(self, *, abandoned: bool = False, names: Sequence[str] | None = None, recall: bool = False) -> list[Entry]:
+    def scan(
+        self,
+        *,
+        abandoned: bool = False,
+        names: Names | None = None,
+        step: int | None = None,
+        until: Until | None = None,
+    ) -> list[Entry]:
         """All entries, in order of commit; those with no readable manifest first, by step.
 
-        `abandoned`: also those that a rollback left behind. Of one step there can then be several. `names`: of the
-        root, where they have been listed just now. `recall`: take from the memory what has not changed; it has no
-        manifest.
+        Args:
+            abandoned: Also those that a rollback left behind. Of one step there can then be several.
+            names: Of the root, where they have been listed just now.
+            step: Only those of this step.
+            until: Look into the folders from the newest back, until this is true of a complete one. Older ones are
+                `Listed`: what looks complete may still lack a file.
 
         Raises: NotFoundError (no such root), RootError (not a folder, or it or a checkpoint cannot be read: that is
         never "none yet"), CorruptError (what was abandoned cannot be told).
         """
-        entries = self.look(abandoned=abandoned, names=names, recall=recall)
+        entries = self.look(abandoned=abandoned, names=names, step=step, until=until)
         for entry in entries:
             if entry.unreadable is not None:
                 raise entry.unreadable
         return entries
 
-    def look(self, *, abandoned: bool = False, names: Sequence[str] | None = None, recall: bool = False) -> list[Entry]:
+    def look(
+        self,
+        *,
+        abandoned: bool = False,
+        names: Names | None = None,
+        step: int | None = None,
+        until: Until | None = None,
+    ) -> list[Entry]:
         """The same, with those that cannot be read: for who says what is there, not for who acts on it.
 
         Raises: NotFoundError, RootError and CorruptError of the root itself.
         """
         for _ in range(_LOOKS):
             listed = self.names() if names is None else names
-            entries, settled = self._look_at(_ours(listed), recall=recall)
+            ours = [(name, parsed) for name, parsed in _ours(listed) if step in (None, parsed.step)]
+            entries, settled = self._look_at(ours, None if until is None else listed)
+            left = read_abandoned(self.root)
+            marked = [mark(entry, left) for entry in entries.values()]
+            found = sorted((entry for entry in marked if abandoned or not entry.abandoned), key=commit_order)
+            if until is not None and settled:
+                settled = self._look_into(found, until, left)
             if settled:
                 break
             names = None
         for gone in set(self._known).difference(listed):  # a copy: another thread may add to it
             self.forget(gone)
-        left = read_abandoned(self.root)
-        found = [mark(entry, left) for entry in entries.values()]
-        return sorted((entry for entry in found if abandoned or not entry.abandoned), key=commit_order)
+        for entry in entries.values():
+            self._remember(entry)
+        return found
 
-    def complete(self) -> list[Entry]:
-        """The complete entries, oldest commit first."""
-        return [entry for entry in self.scan() if entry.complete]
+    def complete(self, until: Until | None = None) -> list[Entry]:
+        """The complete entries, oldest commit first. `until`: as for `scan`."""
+        return [entry for entry in self.scan(until=until) if entry.complete]
 
     def entry(self, step: int) -> Entry:
         """The entry of a step, complete or not; one that was abandoned, where there is no other.
 
         Raises: NotFoundError, which names the steps there are.
         """
-        found = sorted(self.look(abandoned=True), key=lambda entry: not entry.abandoned)
-        entries = {entry.step: entry for entry in found}
-        if step not in entries:
-            known = ", ".join(str(each) for each in list(entries)[-10:]) or "none"
-            raise NotFoundError(f"{self.root} has no checkpoint of step {step}; the latest there are: {known}")
-        return entries[step]
+        found = self.look(abandoned=True, step=step)
+        if not found:
+            raise NotFoundError(f"{self.root} has no checkpoint of step {step}; the latest there are: {self.steps()}")
+        return max(found, key=lambda entry: (not entry.abandoned, commit_order(entry)))
+
+    def steps(self) -> str:
+        """The steps that were committed last, for a message. Raises: as `look`."""
+        found = dict.fromkeys(entry.step for entry in self.look(abandoned=True, until=any_will_do))
+        return ", ".join(map(str, list(found)[-10:])) or "none"
 
     def last_sequence(self) -> int:
         """Return the highest commit sequence of all that is there, abandoned or not; 0 where there is nothing.
@@ -309,41 +321,53 @@ class Catalog:
 
     def _highest(self) -> tuple[int, bool]:
         """The same by one look, and whether everything stayed where it was meanwhile."""
-        with self._listing(), os.scandir(self.root) as items:
-            inodes = {item.name: item.inode() for item in items}
+        names = self.names()
         highest, settled = 0, True
-        for name, parsed in _ours(inodes):
+        for name, parsed in _ours(names):
             if parsed.kind not in _COUNTING:
                 continue
-            known = self._known.get(name)
-            is_same = known is not None and known.stamp[_INODE - 1] == inodes[name]
-            entry = known if is_same else self._read(name, parsed.step)
+            entry = self._list(name, parsed.step, names[name])
             if entry is not None and entry.unreadable is not None:
                 raise entry.unreadable
             settled = settled and entry is not None
-            highest = max(highest, entry.sequence if entry is not None else 0)
+            if entry is not None:
+                highest = max(highest, entry.sequence)
+                self._remember(entry)
         return highest, settled
 
-    def confirm(self, entries: Iterable[Entry]) -> bool:
-        """Whether those of the entries that come from memory are what they were, each file there with its size.
+    def _remember(self, entry: Entry) -> None:
+        if self._remembers and isinstance(entry, Listed) and entry.manifest is not None:
+            self._known.setdefault(entry.path.name, entry.to_remember())
 
-        What is not so is forgotten, for the next look to say what it is. Raises: RootError.
+    def confirm(self, entries: Iterable[Entry], *, wholly: Container[Path] = ()) -> bool:
+        """Look into the folders of those entries that are only `Listed`, and return whether they are what they were
+        taken to be: complete, with the same notes.
+
+        A folder whose inode, size and times are as when it was looked into is not looked into again, unless it is one
+        of `wholly`: of a file that was cut short in its place they tell nothing. Called before something is deleted;
+        where it is False, the next look says what is there. Raises: RootError.
         """
-        whole = True
+        is_so = True
         for entry in entries:
-            if not isinstance(entry, Remembered):
+            if not isinstance(entry, Listed):
                 continue
-            found = look_at(entry.path, entry.step, _lstat(entry.path))
-            if not found.complete or found.sequence != entry.sequence:
-                whole = False
-                self.forget(entry.path.name)
-        return whole
+            if entry.stamp is not None and entry.path not in wholly and _stamp(entry.path) == entry.stamp:
+                continue
+            name = entry.path.name
+            found = self._read(name, entry.step)
+            if found is None:
+                self._flawed.add(name)
+                is_so = False
+            elif not found.complete or found.sequence != entry.sequence or _notes(found) != _notes(entry):
+                is_so = False
+        return is_so
 
     def forget(self, name: str) -> None:
         """Have what lies under a name read anew: another checkpoint has it now."""
         self._known.pop(name, None)
+        self._flawed.discard(name)
 
-    def leftovers(self, names: Sequence[str] | None = None) -> list[tuple[Path, StepName]]:
+    def leftovers(self, names: Names | None = None) -> list[tuple[Path, StepName]]:
         """Folders that a crash or an unfinished deletion left: `tmp`, `trash`, and `old` that stands in for nothing.
 
         `names`: as for `scan`.
@@ -361,7 +385,7 @@ class Catalog:
             and not (parsed.kind == "old" and parsed.step in unsure)
         ]
 
-    def strangers(self, names: Sequence[str] | None = None) -> list[Entry]:
+    def strangers(self, names: Names | None = None) -> list[Entry]:
         """What has a name that looks like one of ours and is none: somebody made it, such as a `.old-best`.
 
         `names`: as for `scan`.
@@ -370,10 +394,10 @@ class Catalog:
         found = [(name, step) for name in names if (step := like_step(name)) is not None]
         return [Entry(step, self.root / name, None, "its name is none that ckptman gives") for name, step in found]
 
-    def names(self) -> list[str]:
-        """All names under the root, ours or not. Raises: NotFoundError, RootError."""
-        with self._listing():
-            return sorted(os.listdir(self.root))  # noqa: PTH208 names alone are wanted
+    def names(self) -> dict[str, int]:
+        """All names under the root, ours or not, in order. Raises: NotFoundError, RootError."""
+        with self._listing(), os.scandir(self.root) as items:
+            return dict(sorted((item.name, _LINK if item.is_symlink() else _told(item.inode())) for item in items))
 
     @contextlib.contextmanager
     def _listing(self) -> Iterator[None]:
@@ -395,18 +419,21 @@ class Catalog:
             ) from error
 
     def _look_at(
-        self, names: list[tuple[str, StepName]], *, recall: bool = False
+        self, names: list[tuple[str, StepName]], inodes: Names | None = None
     ) -> tuple[dict[tuple[int, str], Entry], bool]:
         """The entry of each step, with those that stood aside for it for good, by their tags; and whether everything
-        stayed where it was while we looked."""
+        stayed where it was while we looked. `inodes`: by their manifests alone."""
         found: dict[tuple[int, str], list[tuple[tuple[bool, bool, int], Entry]]] = {}
-        settled, folder = True, os.fspath(self.root)
+        settled = True
+        # Which of two counts depends on whether their files are there.
+        twice = {parsed.step for _, parsed in names if parsed.kind == "old"}
         for name, parsed in names:
             if parsed.kind not in _COUNTING:
                 continue
-            known = self._known.get(name) if recall else None
-            is_same = known is not None and _stamp(f"{folder}/{name}") == known.stamp
-            entry = known if is_same else self._read(name, parsed.step)
+            if inodes is None or parsed.step in twice:
+                entry = self._read(name, parsed.step)
+            else:
+                entry = self._list(name, parsed.step, inodes[name])
             if entry is None:
                 settled = False
                 continue
@@ -419,6 +446,32 @@ class Catalog:
                 entry = replace(entry, abandoned=_LONG_AGO)
             found.setdefault((parsed.step, aside), []).append((merit, entry))
         return {key: max(each, key=itemgetter(0))[1] for key, each in found.items()}, settled
+
+    def _look_into(self, entries: list[Entry], until: Until, left: Mapping[str, str]) -> bool:
+        """Look into entries from the last one back, until one will do. False: not everything stayed where it was."""
+        for place, entry in reversed(list(enumerate(entries))):
+            if isinstance(entry, Listed):
+                found = self._read(entry.path.name, entry.step)
+                if found is None:
+                    return False
+                entries[place] = replace(found, abandoned=entry.abandoned) if entry.abandoned else mark(found, left)
+            if entries[place].complete and until(entries[place]):
+                break
+        return True
+
+    def _list(self, name: str, step: int, inode: int) -> Entry | None:
+        """What lies under a name, by its manifest, where that is good; otherwise as `_read`."""
+        known = self._known.get(name)
+        if known is not None and inode == known.inode != 0:
+            return known
+        self._known.pop(name, None)
+        if inode != _LINK and name not in self._flawed:
+            path = self.root / name
+            with contextlib.suppress(CkptmanError, OSError):
+                manifest = read_manifest(path)
+                if manifest.step == step:
+                    return Listed(step, path, manifest, facts=facts_of(manifest), inode=inode)
+        return self._read(name, step)
 
     def _read(self, name: str, step: int) -> Entry | None:
         """What lies under a name; None: it did not stay there while it was looked at."""
@@ -435,10 +488,37 @@ class Catalog:
             or not (entry.complete or before.st_ctime_ns == after.st_ctime_ns)
         ):
             return None
-        is_settled = 0 <= before.st_mtime + _SETTLED_SECONDS <= time.time() and _stamp_of(before) == _stamp_of(after)
-        if self._remembers and is_settled and entry.complete:
-            self._known[name] = Remembered.of(entry, _stamp_of(before))
+        if not entry.complete:
+            self._flawed.add(name)
+        elif self._remembers:
+            is_settled = 0 <= before.st_mtime + _SETTLED_SECONDS <= time.time() and _stamp_of(before) == _stamp_of(
+                after
+            )
+            self._known[name] = Listed(
+                step,
+                path,
+                None,
+                beside=entry.beside,
+                facts=facts_of(entry.require_manifest()),
+                inode=before.st_ino,
+                noted=entry.record(),
+                stamp=_stamp_of(before) if is_settled else None,
+            )
         return entry
+
+
+def facts_of(manifest: Manifest) -> Record:
+    """What a manifest says that retention rules look at."""
+    found = manifest.nonfinite
+    return Record(
+        manifest.step,
+        manifest.sequence,
+        manifest.time_seconds,
+        manifest.total_bytes,
+        manifest.metrics,
+        nonfinite_metrics=found.metrics if found is not None else (),
+        nonfinite_tensors=found.tensors if found is not None else (),
+    )
 
 
 def mark(entry: Entry, left: Mapping[str, str]) -> Entry:
@@ -511,6 +591,28 @@ def _lstat(path: Path) -> os.stat_result | None:
 def _unreadable(path: Path, error: OSError) -> RootError:
     remedy = "check its permissions" if isinstance(error, PermissionError) else "check the mount"
     return RootError(error.errno or errno.EIO, f"{path} cannot be read ({error.strerror}): {remedy}")
+
+
+def _told(inode: int) -> int:
+    return 0 if inode in _UNTOLD else inode
+
+
+def any_will_do(entry: Entry) -> bool:
+    """For `Catalog.scan`: the newest complete one is all that is wanted."""
+    return True
+
+
+def _notes(entry: Entry) -> tuple[bool, str, str]:
+    """What is noted beside a manifest."""
+    record = entry.record()
+    return record.verified, record.damaged, record.pinned
+
+
+def attempt_and_step(entries: Sequence[Entry]) -> tuple[int, int]:
+    """Attempt and step of the last complete one of entries in order of commit; (0, -1) where there is none. What is in
+    memory is newer where these are higher. Raises: as `read_manifest`."""
+    newest = next((entry for entry in reversed(entries) if entry.complete), None)
+    return (newest.require_manifest().attempt, newest.step) if newest is not None else (0, -1)
 
 
 def commit_order(entry: Entry) -> tuple[int, float, int]:

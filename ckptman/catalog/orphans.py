@@ -91,11 +91,12 @@ def find_strays(root: Path, leases: Leases, there: Sequence[tuple[Path, StepName
 
     `leases` and `there`: as in `find_leftovers`. Who has taken one away since then may be removing it this moment.
     """
-    owner = _owner_alive(root)
+    trash = [(path, parsed) for path, parsed in there if parsed.kind == "trash"]
+    owner = _owner_alive(root) if trash else None
     at_work = {*leases.nonces, *([owner.nonce] if owner is not None else [])}
     strays = []
-    for path, parsed in there:
-        if parsed.kind != "trash" or _tagger(parsed) in at_work:
+    for path, parsed in trash:
+        if _tagger(parsed) in at_work:
             continue
         reason = leases.holder(step_folder(parsed.step)) or ("it is pinned" if _is_pinned(path) else "")
         if reason and _is_whole(path):

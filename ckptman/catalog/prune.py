@@ -19,16 +19,16 @@ from functools import partial
 from pathlib import Path
 
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog, Entry
+from ckptman.catalog.catalog import Catalog, Entry, any_will_do
 from ckptman.catalog.orphans import Leftover, find_leftovers, find_strays
 from ckptman.catalog.pins import pin, read_pin
-from ckptman.catalog.reader_lease import TAKING, lease, look
+from ckptman.catalog.reader_lease import TAKING, lease, look, run_names
 from ckptman.catalog.rollback_records import rollback_numbers
 from ckptman.catalog.tiers import awaited
 from ckptman.errors import CkptmanError
 from ckptman.format.paths import MANIFEST, METADATA, run_folder, step_folder
 from ckptman.io.durable_files import DISK, Disk, holding, is_super_user, owner_of, stat_of, through
-from ckptman.policies.retention import Record, RetentionPolicy, Verdict, over_limit, plan
+from ckptman.policies.retention import Record, RetentionPolicy, Verdict, over_limit, plan, relied_on
 from ckptman.policies.retention_rules import newest_finite
 
 LOCK_SECONDS = 300.0
@@ -98,23 +98,27 @@ def plan_prune(
     restore takes must not push out a good one. `wait`: watch readers of other hosts until it is clear whether they
     live, instead of taking it for granted; and look at the tiers, instead of believing the last drain, where a policy
     may delete something. `coming`: the save for which there is no room (see `retention.plan`). `catalogue`: of this
-    root, where one remembers it; before anything goes, the newest that stay are looked at in full.
+    root, where one remembers it; then folders are only looked into before something goes: those that go, and those
+    because of which they may.
 
     Raises: as `Catalog.scan`.
     """
     folder = _identity(root)
+    is_known = catalogue is not None
     catalogue = catalogue or Catalog(root)
     now_seconds = time.time() if now_seconds is None else now_seconds
     # The names first: who has made a folder since then may have a lease that was not seen.
     names = catalogue.names()
-    leases, before = look(root, wait=wait), frozenset(rollback_numbers(root))
+    of_run = run_names(root)
+    leases, before = look(root, wait=wait, names=of_run), frozenset(rollback_numbers(root, of_run))
     there = catalogue.leftovers(names)
     entries: dict[int, Entry] = {}
     records: list[Record] = []
     numbers: list[int] = []
     ignored: list[tuple[Entry, str]] = []
     number = 0
-    for entry in [*catalogue.strangers(names), *catalogue.scan(abandoned=True, names=names, recall=True)]:
+    found = catalogue.scan(abandoned=True, names=names, until=any_will_do if is_known else None)
+    for entry in [*catalogue.strangers(names), *found]:
         if not entry.complete:
             ignored.append((entry, entry.problem or ""))
             continue
@@ -136,12 +140,17 @@ def plan_prune(
             in_use = each.in_use or waiting.get(place, "")
             records[place] = replace(each, sequence=numbers[place], in_use=in_use)
     verdicts = plan(records, policy, now_seconds=now_seconds, coming=coming)
-    staying = [entries[each.record.sequence] for each in verdicts if each.keep]
-    newest = staying[-_CONFIRMED:]
-    needed = newest_finite([each.record for each in verdicts if each.keep and not each.record.abandoned])
-    newest += [entries[each] for each in needed if entries[each] not in newest]
-    if len(staying) < len(verdicts) and not catalogue.confirm(newest):
-        return plan_prune(root, policy, damaged, now_seconds=now_seconds, wait=wait, coming=coming, catalogue=catalogue)
+    if is_known and not all(each.keep for each in verdicts):
+        staying = [each.record for each in verdicts if each.keep]
+        newest = {each.sequence for each in staying[-_CONFIRMED:]}
+        newest |= newest_finite([each for each in staying if not each.abandoned]).keys()
+        needed = newest | relied_on(verdicts, policy, now_seconds)
+        if not catalogue.confirm(
+            [entries[each] for each in sorted(needed)], wholly={entries[each].path for each in newest}
+        ):
+            return plan_prune(
+                root, policy, damaged, now_seconds=now_seconds, wait=wait, coming=coming, catalogue=catalogue
+            )
     leftovers, owners = [], _owners(root)
     for left in find_leftovers(root, leases, there):
         why = _OF_ANOTHER if _is_of_another(left.path, owners) else left.of_others()
@@ -380,10 +389,11 @@ class _Work:
         self._how(there)
 
     def _why_not(self, folder: Path, name: str) -> str:
-        if frozenset(rollback_numbers(self._root)) != self._rollbacks:
+        names = run_names(self._root)
+        if frozenset(rollback_numbers(self._root, names)) != self._rollbacks:
             return "the root was rolled back since the plan was made"
         note = read_pin(folder)
-        return f"pinned: {note.why}" if note is not None else look(self._root, wait=False).holder(name)
+        return f"pinned: {note.why}" if note is not None else look(self._root, wait=False, names=names).holder(name)
 
     def _count(self, freed_bytes: int, sequence: int | None = None) -> None:
         with self._turn:

@@ -172,14 +172,14 @@ def refuse_gone(folder: Path) -> None:
         raise GoneError(f"{folder} was deleted: ckptman list {folder.parent} shows the checkpoints there are")
 
 
-def look(root: Path, *, wait: bool = True, but: str = "") -> Leases:
+def look(root: Path, *, wait: bool = True, but: str = "", names: Sequence[str] | None = None) -> Leases:
     """The leases of a root, `but` the one of that nonce. To know a lease of another host to be dead takes up to
-    `PATIENCE_SECONDS`; those that would need a `wait` that is not wanted are held.
+    `PATIENCE_SECONDS`; those that would need a `wait` that is not wanted are held. `names`: what `run_names` gave.
 
     Raises: RootError where they cannot be listed: what may be in use is not to be deleted. Called by prunes.
     """
     found = Leases()
-    questions = dict.fromkeys(path for path in _paths(root) if path != lease_path(root, but))
+    questions = dict.fromkeys(path for path in _paths(root, names) if path != lease_path(root, but))
     for gone in [path for path in _first_seen if path.parent == run_folder(root) and path not in questions]:
         _first_seen.pop(gone, None)
     while questions:
@@ -213,7 +213,7 @@ def _take(root: Path, names: Sequence[str], what: str, disk: Disk) -> tuple[Path
             return None
         text = Lease(owner=me, names=tuple(names), what=what).model_dump_json().encode() + b"\n"
         for _ in range(_TRIES):
-            disk.make_folders(run_folder(root))
+            disk.make_folder_if_missing(run_folder(root))
             # Another reader that is done may have removed the folder again.
             with contextlib.suppress(FileNotFoundError):
                 disk.create_whole_file(path, text)
@@ -295,11 +295,12 @@ class _Held:
         return True
 
 
-def _paths(root: Path) -> list[Path]:
+def run_names(root: Path) -> list[str]:
+    """List the folder of a run; nothing where it is a link, through which nobody leases. Raises: RootError."""
     try:
-        if run_folder(root).is_symlink():  # what lies elsewhere is none of this root's: nobody leases through a link
+        if run_folder(root).is_symlink():  # what lies elsewhere is none of this root's
             return []
-        names = os.listdir(run_folder(root))  # noqa: PTH208 names alone are wanted
+        return sorted(os.listdir(run_folder(root)))  # noqa: PTH208 names alone are wanted
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -308,7 +309,11 @@ def _paths(root: Path) -> list[Path]:
             f"{run_folder(root)} cannot be read ({error.strerror}), so nobody can tell which checkpoints are being "
             f"read: check its permissions and the mount",
         ) from error
-    return [run_folder(root) / name for name in sorted(names) if is_lease(name)]
+
+
+def _paths(root: Path, names: Sequence[str] | None = None) -> list[Path]:
+    folder = run_folder(root)
+    return [folder / name for name in (run_names(root) if names is None else names) if is_lease(name)]
 
 
 def _read(path: Path) -> Lease | None:

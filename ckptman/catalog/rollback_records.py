@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -117,7 +117,7 @@ def hand_on(rollbacks: Iterable[Rollback], root: Path, disk: Disk = DISK) -> Non
         known = read_rollbacks(root)
         if any(each.id == other.id for other in known.values()):
             continue
-        disk.make_folders(run_folder(root))
+        disk.make_folder_if_missing(run_folder(root))
         number = max(known, default=0) + 1
         for _ in range(_ATTEMPTS):
             try:
@@ -128,10 +128,11 @@ def hand_on(rollbacks: Iterable[Rollback], root: Path, disk: Disk = DISK) -> Non
         disk.sync_folder(run_folder(root))
 
 
-def rollback_numbers(root: Path) -> list[int]:
-    """The numbers of the rollbacks of a root, oldest first. Raises: RootError."""
+def rollback_numbers(root: Path, names: Sequence[str] | None = None) -> list[int]:
+    """The numbers of the rollbacks of a root, oldest first. `names`: of its run folder, where they were listed just
+    now. Raises: RootError."""
     try:
-        names = os.listdir(run_folder(root))  # noqa: PTH208 names alone are wanted
+        names = os.listdir(run_folder(root)) if names is None else names  # noqa: PTH208 names alone are wanted
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

@@ -164,10 +164,9 @@ def superseded(root: Path) -> list[NodeMemory]:
     if not mine:
         return []
     from ckptman.catalog.backends.node_memory import left_behind
-    from ckptman.catalog.catalog import Catalog
+    from ckptman.catalog.catalog import Catalog, any_will_do, attempt_and_step
 
-    entries = [each.require_manifest() for each in Catalog(root).scan() if each.complete]
-    newest = max(((each.attempt, each.step) for each in entries), default=(0, -1))
+    newest = attempt_and_step(Catalog(root).scan(until=any_will_do))
     return [
         each
         for each in left_behind(base, _ended(base))

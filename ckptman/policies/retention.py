@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ckptman.policies.calendar import KeepDaily as KeepDaily
 from ckptman.policies.calendar import KeepHourly as KeepHourly
@@ -40,6 +41,9 @@ from ckptman.policies.retention_rules import KeepLast as KeepLast
 from ckptman.policies.retention_rules import KeepSteps as KeepSteps
 from ckptman.policies.retention_rules import Record as Record
 from ckptman.policies.retention_rules import RetentionPolicy as RetentionPolicy
+
+_FEW = 16
+"""A rule that keeps no more is one that counts, such as `KeepLast(3)`."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,21 @@ def untouchables(records: Sequence[Record]) -> dict[int, list[str]]:
         if record.in_use:
             reasons.setdefault(record.sequence, []).append(record.in_use)
     return reasons
+
+
+def relied_on(verdicts: Sequence[Verdict], policy: RetentionPolicy | None, now_seconds: float) -> set[int]:
+    """Return what a plan has to be right about before it is carried out, by sequence: what goes, and what stays because
+    of which it may go. That is what the rules that keep a few keep, and of the others what stays next to what goes.
+    Called by a run, which does not look at each of thousands after each save."""
+    counted = [each.record for each in verdicts if not each.record.abandoned]
+    found = {each.record.sequence for each in verdicts if not each.keep}
+    for rule in rules_of(policy):
+        kept = rule.keeps_at(counted, now_seconds)
+        found |= kept.keys() if len(kept) <= _FEW else set()
+    for before, after in pairwise(verdicts):
+        if before.keep != after.keep:
+            found |= {before.record.sequence, after.record.sequence}
+    return found
 
 
 def over_limit(verdicts: Sequence[Verdict], policy: RetentionPolicy | None) -> int:

@@ -359,9 +359,9 @@ def _says_what_it_counts(path: Path, above: Sequence[int]) -> bool:
 
 
 def _newest_of_root(root: Path, since_seconds: float) -> dict[str, Newest]:
-    from ckptman.catalog.catalog import Catalog
+    from ckptman.catalog.catalog import Catalog, any_will_do
 
-    entries = Catalog(root).complete()
+    entries = Catalog(root).complete(until=any_will_do)
     last = entries[-1] if entries else None
     if last is None or last.time_seconds < since_seconds:
         return {}

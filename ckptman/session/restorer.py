@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.node_memory import InMemory
-from ckptman.catalog.catalog import Entry
+from ckptman.catalog.catalog import Entry, any_will_do
 from ckptman.catalog.reader_lease import held, is_gone, refuse_gone
 from ckptman.catalog.rollback_records import left_by
 from ckptman.catalog.verified import remember_damage
@@ -318,8 +318,15 @@ class Restorer:
         self._attempt.note("restored", step=step, path=str(folder), seconds=seconds, **more)
 
     def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
-        entries = self._place.list(abandoned=step is not None)
-        if step is None and not any(entry.complete for entry in entries) and self._place.list(abandoned=True):
+        if step is not None:
+            return self._of_step(step)
+        suspects = {} if allow_suspect else self._attempt.suspects()
+
+        def will_do(entry: Entry) -> bool:
+            return entry.step not in suspects and not (self._prefer_finite and entry.spoilt)
+
+        entries = self._place.list(until=will_do)
+        if not any(entry.complete for entry in entries) and self._place.list(abandoned=True, until=any_will_do):
             choose(entries, None)
             raise CorruptError(
                 f"{self._place.root}: all that is left was abandoned by a rollback, and nothing is started over it: "
@@ -327,22 +334,26 @@ class Restorer:
             )
         if not entries:
             refuse_other_checkpoints(self._place.root, below=True)
-        if step is not None and all(entry.step != step for entry in entries):
-            known = ", ".join(str(entry.step) for entry in entries[-10:]) or "none"
-            raise NotFoundError(f"{self._place.root} has no checkpoint of step {step}; the latest there are: {known}")
         for entry in entries:
-            if not entry.complete and entry.newer_format is None and step is None:
+            if not entry.complete and entry.newer_format is None:
                 self._skip(entry, CorruptError(entry.problem))
-        chosen = choose(entries, step)
-        if step is not None:
-            return chosen
+        chosen = choose(entries, None)
         finite = self._without_spoilt(chosen) if self._prefer_finite else chosen
-        suspects = {} if allow_suspect else self._attempt.suspects()
         left = self._without_suspects(finite, suspects)
         if len(left) < len(finite) or self._place.away is not None:
             return left
         # What is not finite comes last: it is better than nothing where all that is finite turns out to be damaged.
         return left + [entry for entry in chosen if entry not in finite and entry.step not in suspects]
+
+    def _of_step(self, step: int) -> list[Entry]:
+        entries = self._place.list(abandoned=True, step=step)
+        if all(entry.step != step for entry in entries):
+            there = self._place.list(abandoned=True, until=any_will_do)
+            if not there:
+                refuse_other_checkpoints(self._place.root, below=True)
+            known = ", ".join(str(entry.step) for entry in there[-10:]) or "none"
+            raise NotFoundError(f"{self._place.root} has no checkpoint of step {step}; the latest there are: {known}")
+        return choose(entries, step)
 
     def _without_spoilt(self, chosen: list[Entry]) -> list[Entry]:
         """Leave out those that hold NaN or infinity (see `Record.spoilt`), as long as there is another one."""

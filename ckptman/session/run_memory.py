@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.node_memory import NodeMemory, Owner, job_ids, left_behind
-from ckptman.catalog.catalog import Entry
+from ckptman.catalog.catalog import Entry, any_will_do, attempt_and_step
 from ckptman.catalog.tier_identity import make_identity
 from ckptman.comm.control_group import AllRanks, Channel, RankFailed
 from ckptman.comm.peers import Place
@@ -227,8 +227,7 @@ def _tell_off(session: RunSession, why: str) -> None:
 
 def newest_on_disk(backend: LocalBackend) -> tuple[int, int]:
     """Return attempt and step of the newest checkpoint of a root; (0, -1) where there is none. Raises: CkptmanError."""
-    found = (each.require_manifest() for each in backend.list() if each.complete)
-    return max(((each.attempt, each.step) for each in found), default=(0, -1))
+    return attempt_and_step(backend.list(until=any_will_do))
 
 
 def age_on_disk(session: RunSession, newest: Entry | None) -> tuple[int, float]:

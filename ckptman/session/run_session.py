@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 import torch
 
 from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import any_will_do
 from ckptman.catalog.orphans import find_leftovers
 from ckptman.catalog.prune import PrunePlan, execute
 from ckptman.catalog.tiers import claim_tiers, write_tiers
@@ -316,7 +317,7 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
     backend.make()
     if backend.tiers:
         backend.run_ids = _run_ids(backend.root, run_id)
-    entries = backend.list(abandoned=True)
+    entries = backend.list(abandoned=True, until=any_will_do)
     if not entries:
         refuse_other_checkpoints(backend.root)
     manifests = [entry.manifest for entry in entries if entry.manifest is not None]
@@ -330,7 +331,7 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
         # What killed saves left may be what fills the disk, so it goes before the first save and not after it.
         _clear_leftovers(backend.root, held.next_tag(), disk)
         # Looked at again: until the claim was ours, another run may have saved.
-        finds = bool(entries or backend.list(abandoned=True))
+        finds = bool(entries or backend.list(abandoned=True, until=any_will_do))
         events = _events(backend.root)
         saves = typical_save_seconds(events)
         highest = highest_attempt(backend.root, [each.manifest for each in entries if each.manifest is not None])

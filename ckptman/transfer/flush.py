@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.node_memory import InMemory, NodeMemory, Part, found_in
-from ckptman.catalog.catalog import look_at
+from ckptman.catalog.catalog import any_will_do, attempt_and_step, look_at
 from ckptman.catalog.reader_lease import lease, look
 from ckptman.catalog.rollback_records import left_by, read_rollbacks
 from ckptman.catalog.writer_lock import claim
@@ -291,8 +291,7 @@ class _Flush:
         return any(part.step not in known for part in parts)
 
     def _newest_on_disk(self) -> tuple[int, int]:
-        entries = [each for each in self._place.list() if each.complete]
-        return max(((each.require_manifest().attempt, each.step) for each in entries), default=_NOTHING)
+        return attempt_and_step(self._place.list(until=any_will_do))
 
     # ---- waiting for others ------------------------------------------------------------------------------------
 

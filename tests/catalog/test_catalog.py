@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptman.catalog import catalog as catalogue_module
-from ckptman.catalog.catalog import Catalog
+from ckptman.catalog.catalog import Catalog, any_will_do
 from ckptman.errors import ConfigError, CorruptError, FormatVersionError, NotFoundError, RootError
 from ckptman.format.manifest import Manifest, compare_names, read_manifest
 from ckptman.format.paths import (
@@ -316,10 +316,14 @@ def test_a_root_that_is_not_there_is_a_file_or_is_empty(tmp_path):
 def test_a_root_that_cannot_be_read_is_never_an_empty_one(tmp_path, monkeypatch, code):
     save(tmp_path, 100)
 
-    def refuse(path):
-        raise OSError(code, os.strerror(code), str(path))
+    scandir = os.scandir
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    def refuse(path):
+        if path == tmp_path:
+            raise OSError(code, os.strerror(code), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
     for look in (Catalog(tmp_path).scan, Catalog(tmp_path).complete, Catalog(tmp_path).leftovers):
         with pytest.raises(RootError, match=r"cannot be read .*: nothing is started over what may be there") as caught:
             look()
@@ -334,8 +338,9 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_no_missing_one(tmp_path, monke
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(catalogue_module, reader, refuse)
-    with pytest.raises(RootError, match=r"cannot be read .*: check its permissions"):
-        Catalog(tmp_path).scan()
+    for until in (None, any_will_do):
+        with pytest.raises(RootError, match=r"cannot be read .*: check its permissions"):
+            Catalog(tmp_path).scan(until=until)
     with pytest.raises(RootError, match=r"cannot be read .*: check its permissions"):
         Catalog(tmp_path).entry(100).require_manifest()
     (entry,) = Catalog(tmp_path).look()
@@ -376,10 +381,11 @@ def test_a_folder_that_vanishes_while_it_is_looked_at(tmp_path, monkeypatch, rea
         return read(folder, *rest)
 
     monkeypatch.setattr(catalogue_module, reader, late)
-    assert [entry.step for entry in Catalog(tmp_path).scan()] == [200]
+    assert [entry.step for entry in Catalog(tmp_path).scan(until=lambda entry: False)] == [200]
 
 
-def test_a_step_that_is_replaced_while_it_is_looked_at(tmp_path, monkeypatch):
+@pytest.mark.parametrize("until", [None, any_will_do])
+def test_a_step_that_is_replaced_while_it_is_looked_at(tmp_path, monkeypatch, until):
     """The manifest of the old and the files of the new one would look damaged."""
     save(tmp_path, 100, b"short")
 
@@ -389,7 +395,7 @@ def test_a_step_that_is_replaced_while_it_is_looked_at(tmp_path, monkeypatch):
         return compare_names(folder, manifest)
 
     monkeypatch.setattr(catalogue_module, "compare_names", late)
-    (entry,) = Catalog(tmp_path).scan()
+    (entry,) = Catalog(tmp_path).scan(until=until)
     assert entry.complete
     assert entry.sequence == 2
 
@@ -407,7 +413,7 @@ def test_a_step_never_disappears_while_it_is_saved_again(tmp_path):
     writer.start()
     last = looks = 0
     while not enough.is_set():
-        (entry,) = Catalog(tmp_path).scan()
+        (entry,) = Catalog(tmp_path).scan(until=any_will_do if looks % 2 else None)
         assert entry.complete
         assert entry.sequence >= last
         last, looks = entry.sequence, looks + 1

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import ckptman
+from ckptman.catalog import catalog as catalogue_module
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog, Remembered
+from ckptman.catalog.catalog import Catalog, Listed, any_will_do
 from ckptman.catalog.pins import pin
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.verified import remember_damage
 from ckptman.cli.app import main
 from ckptman.format import manifest as manifest_module
+from ckptman.format.manifest import compare_names
 from ckptman.format.paths import step_folder
 from ckptman.io.durable_files import DISK
 from ckptman.policies.retention_rules import KeepLast
@@ -39,28 +41,23 @@ class Reads:
 
     def __init__(self, root, monkeypatch):
         self.manifests = []
-        self.listings = self.scans = 0
-        parse, listdir, scandir = manifest_module.parse_manifest, os.listdir, os.scandir
+        self.listings = 0
+        parse, scandir = manifest_module.parse_manifest, os.scandir
 
         def parsed(path, data):
             self.manifests.append(path.parent.name)
             return parse(path, data)
 
-        def listed(path="."):
-            self.listings += os.fspath(path) == str(root)
-            return listdir(path)
-
         def scanned(path="."):
-            self.scans += path == root
+            self.listings += path == root
             return scandir(path)
 
         monkeypatch.setattr(manifest_module, "parse_manifest", parsed)
-        monkeypatch.setattr(os, "listdir", listed)
         monkeypatch.setattr(os, "scandir", scanned)
 
     def clear(self):
         self.manifests.clear()
-        self.listings = self.scans = 0
+        self.listings = 0
 
 
 @pytest.fixture
@@ -84,9 +81,9 @@ def planned(catalogue, policy=None):
 
 def test_what_has_not_changed_is_not_read_again(root, catalogue, monkeypatch):
     reads = Reads(root, monkeypatch)
-    entries = catalogue.scan(abandoned=True, recall=True)
-    assert all(isinstance(entry, Remembered) for entry in entries)
-    assert (len(entries), reads.manifests, reads.listings) == (30, [], 1)
+    entries = catalogue.scan(abandoned=True, until=any_will_do)
+    assert [isinstance(entry, Listed) for entry in entries] == [True] * 29 + [False]
+    assert (len(entries), reads.manifests, reads.listings) == (30, [step_folder(3000)], 1), "the newest is looked into"
     for entry, anew in zip(entries, Catalog(root).scan(abandoned=True), strict=True):
         assert (entry.path, entry.identity, entry.time_seconds) == (anew.path, anew.identity, anew.time_seconds)
         assert repr(entry.record()) == repr(anew.record())
@@ -95,7 +92,8 @@ def test_what_has_not_changed_is_not_read_again(root, catalogue, monkeypatch):
 def test_a_plan_lists_the_root_once_and_a_deletion_is_of_what_was_planned(root, catalogue, monkeypatch):
     reads = Reads(root, monkeypatch)
     plan = planned(catalogue)
-    assert (len(plan.verdicts), reads.manifests, reads.listings) == (30, [], 1)
+    assert (len(plan.verdicts), reads.manifests, reads.listings) == (30, [step_folder(3000)], 1)
+    reads.clear()
     plan = planned(catalogue, KeepLast(29))
     assert len(plan.deletions) == 1
     assert sorted(reads.manifests) == [step_folder(step) for step in (2800, 2900, 3000)], "the newest that stay"
@@ -145,18 +143,18 @@ def test_what_others_change_is_seen(root, catalogue, change):
     plan, anew = planned(catalogue, KeepLast(10)), plan_prune(root, KeepLast(10), wait=False)
     assert repr(plan.verdicts) == repr(anew.verdicts) != before
     assert [(entry.step, why) for entry, why in plan.ignored] == [(entry.step, why) for entry, why in anew.ignored]
-    assert catalogue.scan(recall=True)[-1].sequence == Catalog(root).scan()[-1].sequence
+    assert catalogue.scan(until=any_will_do)[-1].sequence == Catalog(root).scan()[-1].sequence
     assert catalogue.last_sequence() == Catalog(root).last_sequence()
 
 
 def test_one_that_goes_while_rollbacks_are_looked_up_fails_nothing(root, catalogue):
     CHANGES["roll back"](root)
-    (gone,) = (each for each in catalogue.scan(abandoned=True, recall=True) if each.step == 200)
-    assert isinstance(gone, Remembered)
+    (gone,) = (each for each in catalogue.scan(abandoned=True, until=any_will_do) if each.step == 200)
+    assert isinstance(gone, Listed)
     again = replace(gone)  # whose identity nobody has asked for
     CHANGES["remove"](root)
     assert again.identity == ""
-    assert 200 not in [entry.step for entry in catalogue.scan(abandoned=True, recall=True)]
+    assert 200 not in [entry.step for entry in catalogue.scan(abandoned=True, until=any_will_do)]
 
 
 def test_one_that_was_replaced_since_the_plan_is_not_deleted(root, catalogue):
@@ -181,12 +179,58 @@ def test_a_step_that_is_saved_again_is_read_anew(root):
     assert [each.record.step for each in plan.verdicts if each.keep] == [200]
 
 
-def test_what_was_written_a_moment_ago_is_looked_at_again(tmp_path):
-    commit(tmp_path, 100, sequence=1)
-    catalogue = Catalog(tmp_path, remember=True)
+def test_what_was_written_a_moment_ago_is_looked_into_again(root, catalogue, monkeypatch):
+    """Its folder may have the same times when it has changed since."""
+    old, new = step_folder(100), step_folder(200)
+    os.utime(root / new)
     catalogue.scan()
-    (entry,) = catalogue.scan(recall=True)
-    assert not isinstance(entry, Remembered)
+    entries = catalogue.scan(until=any_will_do)
+    reads = Reads(root, monkeypatch)
+    assert catalogue.confirm(entries[:2])
+    assert reads.manifests == [new]
+    os.utime(root / old)
+    reads.clear()
+    assert catalogue.confirm(entries[:2])
+    assert reads.manifests == [old, new]
+
+
+def test_only_what_is_wanted_is_looked_into(root, monkeypatch):
+    for step in (2900, 3000):
+        data_of(root, step).unlink()
+    reads = Reads(root, monkeypatch)
+    looked = []
+    monkeypatch.setattr(catalogue_module, "compare_names", lambda *of: looked.append(of[0].name) or compare_names(*of))
+    entries = Catalog(root).scan(until=lambda entry: entry.step <= 2700)
+    assert looked == [step_folder(step) for step in (3000, 2900, 2800, 2700)]
+    assert len(reads.manifests) == 30 + 4
+    assert [entry.complete for entry in entries] == [True] * 28 + [False] * 2
+    assert [isinstance(entry, Listed) for entry in entries] == [True] * 26 + [False] * 4
+    reads.clear()
+    (entry,) = Catalog(root).scan(step=400)
+    assert (entry.step, reads.manifests) == (400, [step_folder(400)])
+
+
+def test_what_a_file_system_does_not_tell_is_read_again(root, monkeypatch):
+    """FUSE gives all names one inode where its server does not know any."""
+    names = Catalog(root).names()
+    monkeypatch.setattr(Catalog, "names", lambda self: dict.fromkeys(names, 0))
+    catalogue = Catalog(root, remember=True)
+    assert catalogue.last_sequence() == 30
+    replace_folder(root, sequence=77)
+    assert catalogue.last_sequence() == 77
+    assert catalogue.scan(until=any_will_do)[-1].step == 200
+
+
+def test_what_is_not_complete_is_not_planned_with_again(root, catalogue, monkeypatch):
+    """It has a good manifest, by which alone it counts."""
+    catalogue = Catalog(root, remember=True)
+    data_of(root, 2900).unlink()
+    plan, anew = planned(catalogue, KeepLast(2)), plan_prune(root, KeepLast(2), wait=False)
+    assert [each.record.step for each in plan.verdicts if each.keep] == [2800, 3000]
+    assert repr(plan.verdicts) == repr(anew.verdicts)
+    reads = Reads(root, monkeypatch)
+    planned(catalogue, KeepLast(29))
+    assert reads.manifests.count(step_folder(2900)) == 1
 
 
 @pytest.fixture
@@ -212,15 +256,15 @@ def test_a_save_reads_the_manifests_that_are_new_and_lists_the_root_twice(saving
     reads = Reads(root, monkeypatch)
     for step in (16, 18, 20):
         checkpointer.save(step)
-        assert reads.manifests == [step_folder(step - 2), step_folder(step)], "the one before has settled by now"
-        assert (reads.scans > 0, reads.listings) == (True, 1)
+        assert reads.manifests == [step_folder(step)] * 2, "for its place in the order, and to look into it"
+        assert reads.listings == 2
         settle(root)
         reads.clear()
     checkpointer.save(21)
-    reads.clear()
     settle(root)
+    reads.clear()
     checkpointer.save(22)
     read = reads.manifests
     assert not (root / step_folder(21)).exists()
     assert len(read) <= 10, "with those that stay, and what goes, before and after it is taken"
-    assert (reads.scans > 0, reads.listings) == (True, 1)
+    assert reads.listings == 2

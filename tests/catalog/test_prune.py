@@ -289,8 +289,8 @@ def test_what_was_taken_after_the_look_for_who_lives_is_no_stray(root, monkeypat
     """It may be half removed by the time that it gets its name back."""
     pin_it(root / NAME)
 
-    def late(root, *, wait):
-        found = look(root, wait=wait)
+    def late(root, **options):
+        found = look(root, **options)
         take(root, 100)
         return found
 

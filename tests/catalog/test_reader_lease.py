@@ -105,10 +105,10 @@ def test_a_reader_waits_until_a_prune_that_takes_its_checkpoint_is_past_it(tmp_p
 @pytest.mark.parametrize("operation", ["make_folder", "write_file"])
 def test_a_reader_that_cannot_write_reads_without_a_lease(tmp_path, operation):
     class Refusing(FaultyDisk):
-        def make_folders(self, path):
+        def make_folder_if_missing(self, path):
             if operation == "make_folder":
                 raise PermissionError(13, "Permission denied")
-            super().make_folders(path)
+            super().make_folder_if_missing(path)
 
         def write_file(self, path, data):
             raise OSError(28, "No space left on device")

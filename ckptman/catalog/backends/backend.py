@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ckptman.catalog.catalog import Entry
+from ckptman.catalog.catalog import Entry, Until
 from ckptman.catalog.rollback_records import Rollback
 from ckptman.errors import ConfigError, masked_address, plain
 from ckptman.io.durable_files import DISK, Disk
@@ -39,8 +39,10 @@ class Backend(Protocol):
     where: str
     """Its path or address, as messages and notes name it."""
 
-    def list(self, *, abandoned: bool = False) -> list[Entry]:
+    def list(self, *, abandoned: bool = False, step: int | None = None, until: Until | None = None) -> list[Entry]:
         """Return all entries, oldest commit first; with `abandoned` also those that a rollback left behind.
+
+        `step`, `until`: as for `Catalog.scan`, where that saves work; a place may list and look at more.
 
         Raises: NotFoundError, RootError, CorruptError: nobody can tell what is there.
         """

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptman.catalog.backends.backend import Backend
-from ckptman.catalog.catalog import Catalog, Entry
+from ckptman.catalog.catalog import Catalog, Entry, Until
 from ckptman.catalog.overwrite import may_be_replaced, strangers_in
 from ckptman.catalog.pins import read_pin
 from ckptman.catalog.reader_lease import lease, look, reading
@@ -202,8 +202,8 @@ class LocalBackend:
         except OSError as error:
             _warn_of_left(draft, error)
 
-    def list(self, *, abandoned: bool = False) -> list[Entry]:
-        return self.catalogue.scan(abandoned=abandoned)
+    def list(self, *, abandoned: bool = False, step: int | None = None, until: Until | None = None) -> list[Entry]:
+        return self.catalogue.scan(abandoned=abandoned, step=step, until=until)
 
     def source_of(self, entry: Entry) -> tuple[Backend, bool]:
         """Where what is not in a folder is copied from, and whether that may replace what has its name here."""
@@ -268,7 +268,7 @@ class LocalBackend:
                 f"If so, make that folder by hand",
             )
         self.make()
-        self.disk.make_folders(run_folder(self.root))
+        self.disk.make_folder_if_missing(run_folder(self.root))
 
     def check_there(self) -> None:
         self._check_answers()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptman.catalog.catalog import Entry, commit_order
+from ckptman.catalog.catalog import Entry, Until, commit_order
 from ckptman.catalog.pins import PINNED
 from ckptman.catalog.rollback_records import Rollback, abandoned_by, parse_rollback_file
 from ckptman.errors import (
@@ -148,7 +148,7 @@ class ObjectBackend:
             if name.startswith(f"{start}/") and not name.endswith("/")
         }
 
-    def list(self, *, abandoned: bool = False) -> list[Entry]:
+    def list(self, *, abandoned: bool = False, step: int | None = None, until: Until | None = None) -> list[Entry]:
         return list(self._found(abandoned))
 
     def look(self, *, abandoned: bool = False) -> Sequence[ObjectEntry]:

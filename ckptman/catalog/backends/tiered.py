@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Entry, commit_order, mark
+from ckptman.catalog.catalog import Entry, Until, commit_order, mark
 from ckptman.catalog.rollback_records import abandoned_by, read_rollbacks
 from ckptman.catalog.tier_identity import check_tier
 from ckptman.catalog.tiers import absolute, check_tiers, make_tiers, open_tier, read_drained
@@ -39,19 +39,19 @@ class TieredBackend(LocalBackend):
         super().make(is_there=is_there)
         make_tiers(self.root, self.tiers, self.disk)
 
-    def list(self, *, abandoned: bool = False) -> list[Entry]:
+    def list(self, *, abandoned: bool = False, step: int | None = None, until: Until | None = None) -> list[Entry]:
         """What is in the root and in the tiers. What a rollback left behind in one of them is so everywhere.
 
         What does not count in a tier is among it only where no other copy does, or where a newer ckptman wrote it.
         Raises: CkptmanError where a tier cannot be looked at and there is nothing else: it may be all there is.
         """
-        found: list[Entry] = super().list(abandoned=True)
+        found: list[Entry] = super().list(abandoned=True, step=step, until=until)
         rollbacks = list(read_rollbacks(self.root).values())
         troubles: list[tuple[object, CkptmanError]] = []
         for place in self._places:
             try:
                 check_tier(self.root, place, self.run_ids)
-                there = place.list(abandoned=True)
+                there = place.list(abandoned=True, step=step, until=until)
                 rollbacks += place.rollbacks()
             except CkptmanError as error:
                 troubles.append((place.where, error))
@@ -94,7 +94,7 @@ class TieredBackend(LocalBackend):
     def source_of(self, entry: Entry) -> tuple[Backend, bool]:
         """Where what is not in a folder is copied from, and whether that may replace what has its name in the root: a
         damaged copy of it, and no other checkpoint."""
-        here = next((each for each in super().list(abandoned=True) if each.path == entry.path), None)
+        here = next((each for each in super().list(abandoned=True, step=entry.step) if each.path == entry.path), None)
         another = here is not None and (
             here.newer_format is not None or (here.manifest is not None and here.manifest.identity != entry.identity)
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptman._tracebacks import short_traceback
-from ckptman.catalog.catalog import Catalog, look_at_folder
+from ckptman.catalog.catalog import Catalog, any_will_do, look_at_folder
 from ckptman.catalog.reader_lease import held
 from ckptman.catalog.root_checks import check_is_folder
 from ckptman.errors import ConfigError, NotFoundError
@@ -77,7 +77,7 @@ def _newest_at(path: str | os.PathLike[str]) -> Path:
     folder = Path(path)
     if is_checkpoint(folder) or recognize(folder) is not None:
         return folder
-    found = Catalog(folder).look()
+    found = Catalog(folder).look(until=any_will_do)
     if not found:
         raise NotFoundError(f"{folder} is not a checkpoint, and holds none: name the directory of one step, or a root")
     return found[-1].path
