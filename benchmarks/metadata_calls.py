@@ -3,7 +3,7 @@
     python benchmarks/metadata_calls.py [--checkpoints 2000] [--show PART]
 
 On a parallel file system each is a message to a server: an open, a look at a name, a listing, a rename. Reads, writes
-and looks at an open file are not counted. Traced by strace, one rank, checkpoints of 4 ranks (9 files each).
+and looks at an open file are not counted. Traced by strace, one rank, checkpoints of 4 ranks (12 files each).
 """
 
 from __future__ import annotations

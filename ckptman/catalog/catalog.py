@@ -22,7 +22,7 @@ from ckptman.catalog.reader_lease import refuse_gone
 from ckptman.catalog.rollback_records import read_abandoned
 from ckptman.catalog.verified import VERIFIED, read_verified
 from ckptman.errors import CkptmanError, CorruptError, FormatVersionError, NotFoundError, RootError
-from ckptman.format.manifest import Manifest, compare_names, read_manifest
+from ckptman.format.manifest import Manifest, compare_names, facts_of, read_facts, read_manifest
 from ckptman.format.paths import MANIFEST, StepName, like_step, parse_step
 from ckptman.policies.retention_rules import Record
 
@@ -151,9 +151,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Listed(Entry):
-    """An entry that has a good manifest. Nobody has looked into its folder, or not since it was remembered.
+    """An entry by what its manifest says of it. Nobody has looked into its folder, or not since it was remembered.
 
-    Remembered, it has no manifest, as that grows with the ranks: whoever asks for it has it read again.
+    The manifest is not kept, as it grows with the ranks: whoever asks for it has it read.
     """
 
     facts: Record = field(kw_only=True)
@@ -163,13 +163,6 @@ class Listed(Entry):
     """With the notes beside the manifest, where somebody has looked into the folder."""
     stamp: _Stamp | None = field(default=None, kw_only=True, repr=False)
     """Of the folder when somebody looked into it; None: nobody did, or it may have changed in that moment."""
-
-    def to_remember(self) -> Listed:
-        """Return the same without its manifest."""
-        short = replace(self, manifest=None)
-        if "identity" in self.__dict__:  # somebody asked for it
-            short.__dict__["identity"] = self.identity
-        return short
 
     @property
     def sequence(self) -> int:
@@ -208,7 +201,7 @@ class Listed(Entry):
         return replace(record, abandoned=f"abandoned {self.abandoned}") if self.abandoned else record
 
     def require_manifest(self) -> Manifest:
-        return self.manifest or read_manifest(self.path)
+        return read_manifest(self.path)
 
 
 class Catalog:
@@ -282,8 +275,6 @@ class Catalog:
             names = None
         for gone in set(self._known).difference(listed):  # a copy: another thread may add to it
             self.forget(gone)
-        for entry in entries.values():
-            self._remember(entry)
         return found
 
     def complete(self, until: Until | None = None) -> list[Entry]:
@@ -330,14 +321,8 @@ class Catalog:
             if entry is not None and entry.unreadable is not None:
                 raise entry.unreadable
             settled = settled and entry is not None
-            if entry is not None:
-                highest = max(highest, entry.sequence)
-                self._remember(entry)
+            highest = max(highest, entry.sequence if entry is not None else 0)
         return highest, settled
-
-    def _remember(self, entry: Entry) -> None:
-        if self._remembers and isinstance(entry, Listed) and entry.manifest is not None:
-            self._known.setdefault(entry.path.name, entry.to_remember())
 
     def confirm(self, entries: Iterable[Entry], *, wholly: Container[Path] = ()) -> bool:
         """Look into the folders of those entries that are only `Listed`, and return whether they are what they were
@@ -468,9 +453,12 @@ class Catalog:
         if inode != _LINK and name not in self._flawed:
             path = self.root / name
             with contextlib.suppress(CkptmanError, OSError):
-                manifest = read_manifest(path)
-                if manifest.step == step:
-                    return Listed(step, path, manifest, facts=facts_of(manifest), inode=inode)
+                facts = read_facts(path)
+                if facts is not None and facts.step == step:
+                    listed = Listed(step, path, None, facts=facts, inode=inode)
+                    if self._remembers:
+                        self._known[name] = listed
+                    return listed
         return self._read(name, step)
 
     def _read(self, name: str, step: int) -> Entry | None:
@@ -505,20 +493,6 @@ class Catalog:
                 stamp=_stamp_of(before) if is_settled else None,
             )
         return entry
-
-
-def facts_of(manifest: Manifest) -> Record:
-    """What a manifest says that retention rules look at."""
-    found = manifest.nonfinite
-    return Record(
-        manifest.step,
-        manifest.sequence,
-        manifest.time_seconds,
-        manifest.total_bytes,
-        manifest.metrics,
-        nonfinite_metrics=found.metrics if found is not None else (),
-        nonfinite_tensors=found.tensors if found is not None else (),
-    )
 
 
 def mark(entry: Entry, left: Mapping[str, str]) -> Entry:

@@ -131,12 +131,8 @@ class Claim:
 
     def _mark(self) -> _Mark | None:
         mark = _newest(self.root)
-        if mark is None and device_of(self.root) != self._device:
-            raise RootError(
-                errno.ENODEV,
-                f"{self.root} is not on the file system that this run began on, so what is saved there would be hidden "
-                f"once that is back: see whether it is still mounted",
-            )
+        if mark is None:
+            check_device(self.root, self._device)
         return mark
 
     def release(self) -> None:
@@ -179,12 +175,15 @@ def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK) -> 
         number = last.number + 1 if last is not None else 1
         try:
             _stake(root, number, me, disk)
-        except FileNotFoundError:  # a reader that is done removed the folder that it had made
+        except FileNotFoundError:  # a reader that is done removed the folder that it had made; or the mount is away
+            check_device(root, device)
             disk.make_folder_if_missing(run_folder(root))
             _stake(root, number, me, disk)
     except OSError as error:
         if number:
             _give_back(root, number, me, device)
+        if isinstance(error, RootError):
+            raise
         raise root_error(root, "written", error) from error
     # Claims that are over mean nothing any more: one that cannot be removed does no harm.
     with contextlib.suppress(OSError):
@@ -192,6 +191,16 @@ def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK) -> 
             if older < number:
                 disk.remove_file(owner_path(root, older))
     return Claim(root, me, number, device, disk)
+
+
+def check_device(root: Path, device: int) -> None:
+    """Raises: RootError if a root is on another device than that, OSError."""
+    if device_of(root) != device:
+        raise RootError(
+            errno.ENODEV,
+            f"{root} is not on the file system that this run began on, so what is saved there would be hidden once "
+            f"that is back: see whether it is still mounted",
+        )
 
 
 def _give_back(root: Path, number: int, owner: Owner, device: int | None) -> None:
@@ -241,7 +250,9 @@ def _stake(root: Path, number: int, me: Owner, disk: Disk) -> None:
         undo.callback(disk.remove_file, path)
         # What we saw before may be old (NFS remembers listings): whoever has a higher number looked after us, and wins.
         now = _newest(root)
-        if now is None or now.owner != me:
+        if now is None:
+            raise FileNotFoundError(errno.ENOENT, "it is gone again", str(path))
+        if now.owner != me:
             raise _busy(root)
         undo.pop_all()
 

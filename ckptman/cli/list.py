@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -96,7 +97,7 @@ class _Listing:
     others: list[ForeignCheckpoint] = field(default_factory=list)
     held: list[tuple[NodeMemory, Part]] = field(default_factory=list)
 
-    @property
+    @cached_property
     def damaged(self) -> set[Path]:
         return {path for path, note in self.notes.items() if note is not None and note.damaged}
 
@@ -114,7 +115,7 @@ class _Listing:
 def _look(root: str | Path) -> _Listing:
     """Look under a root, or an address. Raises: NotFoundError, RootError, ConfigError."""
     from ckptman.catalog.catalog import Catalog
-    from ckptman.catalog.verified import read_verified
+    from ckptman.catalog.verified import VERIFIED, read_verified
 
     if isinstance(root, str):  # where there are no notes and no leftovers
         from ckptman.catalog.backends.object_store import ObjectBackend
@@ -123,7 +124,8 @@ def _look(root: str | Path) -> _Listing:
     check_is_no_checkpoint(root)
     catalogue = Catalog(root)
     entries, leftovers = catalogue.look(abandoned=True), catalogue.leftovers()
-    notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
+    noted = (each for each in entries if each.complete and VERIFIED in each.beside)
+    notes = {each.path: read_verified(each.path, each.require_manifest()) for each in noted}
     others = foreign_in(root, catalogue.names())
     return _Listing(str(root), entries, notes, leftovers, others, in_memory(root))
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic_core import from_json
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import CorruptError, FormatVersionError, plain
 from ckptman.format.paths import MANIFEST, MAX_STEP, METADATA
 from ckptman.format.sealed_json import seal
 from ckptman.io.safe_open import read_regular
-from ckptman.policies.retention_rules import LATEST_SECONDS
+from ckptman.policies.retention_rules import LATEST_SECONDS, Record
 
 FORMAT_VERSION = 1
 MOST_BYTES = 64 * 1024 * 1024
@@ -28,6 +29,7 @@ MOST_BYTES = 64 * 1024 * 1024
 _REMEDY = "restore an older checkpoint, or bring this one back from a copy"
 _MOST_NAME_BYTES = 255
 _SEAL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
+_SEAL_BYTES = 100
 _HEAD = b'{\n "format_version": %d,\n' % FORMAT_VERSION
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -117,6 +119,53 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     return parse_manifest(path, read_regular(path, MOST_BYTES))
+
+
+def facts_of(manifest: Manifest) -> Record:
+    """Return what a manifest says that retention rules look at."""
+    found = manifest.nonfinite or Nonfinite()
+    return Record(
+        manifest.step,
+        manifest.sequence,
+        manifest.time_seconds,
+        manifest.total_bytes,
+        manifest.metrics,
+        nonfinite_metrics=found.metrics,
+        nonfinite_tensors=found.tensors,
+    )
+
+
+def read_facts(folder: Path) -> Record | None:
+    """Return the same of the manifest in a folder, of which no more is looked at than that its digest is right: for the
+    order of thousands. None where it is not as ckptman writes one: `read_manifest` says why.
+
+    Raises: FileNotFoundError, CorruptError, OSError: as `read_regular`.
+    """
+    data = read_regular(f"{folder}/{MANIFEST}", MOST_BYTES)
+    sealed = _SEAL.search(data, max(0, len(data) - _SEAL_BYTES))
+    if sealed is None or not data.startswith(_HEAD):
+        return None
+    if xxh3_128_hexdigest(data[: sealed.start()]).encode() != sealed[1]:
+        return None
+    try:
+        raw = from_json(data)  # twice as fast as json.loads
+        numbers = raw["step"], raw["sequence"], sum([each["bytes"] for each in raw["files"].values()])
+        values = raw["time_seconds"], *raw["metrics"].values()
+        if {*map(type, numbers)} != {int} or not {*map(type, values)} <= {int, float}:
+            return None
+        found = raw.get("nonfinite") or {"metrics": (), "tensors": ()}
+        step, sequence, total_bytes = numbers
+        return Record(
+            step,
+            sequence,
+            raw["time_seconds"],
+            total_bytes,
+            raw["metrics"],
+            nonfinite_metrics=tuple(found["metrics"]),
+            nonfinite_tensors=tuple(found["tensors"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def parse_manifest(path: Path | str, data: bytes) -> Manifest:

@@ -343,7 +343,9 @@ class Restorer:
         if len(left) < len(finite) or self._place.away is not None:
             return left
         # What is not finite comes last: it is better than nothing where all that is finite turns out to be damaged.
-        return left + [entry for entry in chosen if entry not in finite and entry.step not in suspects]
+        if len(finite) == len(chosen):
+            return left
+        return left + [entry for entry in chosen if entry.spoilt and entry.step not in suspects]
 
     def _of_step(self, step: int) -> list[Entry]:
         entries = self._place.list(abandoned=True, step=step)

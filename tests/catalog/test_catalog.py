@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckptman.catalog import catalog as catalogue_module
 from ckptman.catalog.catalog import Catalog, any_will_do
 from ckptman.errors import ConfigError, CorruptError, FormatVersionError, NotFoundError, RootError
-from ckptman.format.manifest import Manifest, compare_names, read_manifest
+from ckptman.format.manifest import Manifest, compare_names, facts_of, read_facts, read_manifest
 from ckptman.format.paths import (
     MAX_STEP,
     new_nonce,
@@ -231,6 +231,38 @@ def test_every_byte_of_a_manifest_is_vouched_for(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(CorruptError):
             read_manifest(path.parent)
+        assert read_facts(path.parent) is None
+
+
+@pytest.mark.parametrize("name", ["order", "\ud800"])
+def test_the_facts_of_a_manifest_are_those_of_all_of_it(tmp_path, name):
+    path = save(tmp_path, 100).path
+    rewrite(path, metrics={name: math.nan, "b": 1.5}, nonfinite={"metrics": [name], "tensors": ["w"]})
+    facts = facts_of(read_manifest(path))
+    assert facts.spoilt
+    read = read_facts(path)
+    assert repr(read) == repr(facts) if name == "order" else read is None  # then all of it is read
+    assert [entry.record() for entry in Catalog(tmp_path).scan(until=any_will_do)][-1].spoilt == facts.spoilt
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"step": True},
+        {"sequence": "1"},
+        {"time_seconds": None},
+        {"metrics": {"loss": "1"}},
+        {"metrics": []},
+        {"files": []},
+        {"files": {"a": {}}},
+        {"nonfinite": 1},
+        {"format_version": 2},
+    ],
+)
+def test_a_manifest_with_other_types_tells_no_facts(tmp_path, fields):
+    path = save(tmp_path, 100).path
+    rewrite(path, **fields)
+    assert read_facts(path) is None
 
 
 def test_a_manifest_comes_back_as_it_was_written(tmp_path):

@@ -37,26 +37,32 @@ def settle(root):
 
 
 class Reads:
-    """Counts the manifests that are read, and the listings of a root."""
+    """Counts the manifests that are read, wholly or for their facts alone, and the listings of a root."""
 
     def __init__(self, root, monkeypatch):
-        self.manifests = []
+        self.manifests, self.facts = [], []
         self.listings = 0
-        parse, scandir = manifest_module.parse_manifest, os.scandir
+        parse, read_facts, scandir = manifest_module.parse_manifest, manifest_module.read_facts, os.scandir
 
         def parsed(path, data):
             self.manifests.append(path.parent.name)
             return parse(path, data)
+
+        def told(folder):
+            self.facts.append(folder.name)
+            return read_facts(folder)
 
         def scanned(path="."):
             self.listings += path == root
             return scandir(path)
 
         monkeypatch.setattr(manifest_module, "parse_manifest", parsed)
+        monkeypatch.setattr(catalogue_module, "read_facts", told)
         monkeypatch.setattr(os, "scandir", scanned)
 
     def clear(self):
         self.manifests.clear()
+        self.facts.clear()
         self.listings = 0
 
 
@@ -202,7 +208,7 @@ def test_only_what_is_wanted_is_looked_into(root, monkeypatch):
     monkeypatch.setattr(catalogue_module, "compare_names", lambda *of: looked.append(of[0].name) or compare_names(*of))
     entries = Catalog(root).scan(until=lambda entry: entry.step <= 2700)
     assert looked == [step_folder(step) for step in (3000, 2900, 2800, 2700)]
-    assert len(reads.manifests) == 30 + 4
+    assert (len(reads.facts), reads.manifests) == (30, looked)
     assert [entry.complete for entry in entries] == [True] * 28 + [False] * 2
     assert [isinstance(entry, Listed) for entry in entries] == [True] * 26 + [False] * 4
     reads.clear()
@@ -256,7 +262,7 @@ def test_a_save_reads_the_manifests_that_are_new_and_lists_the_root_twice(saving
     reads = Reads(root, monkeypatch)
     for step in (16, 18, 20):
         checkpointer.save(step)
-        assert reads.manifests == [step_folder(step)] * 2, "for its place in the order, and to look into it"
+        assert reads.facts == reads.manifests == [step_folder(step)], "for its place in the order, and to look into it"
         assert reads.listings == 2
         settle(root)
         reads.clear()

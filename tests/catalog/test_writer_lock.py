@@ -292,6 +292,23 @@ def test_a_root_whose_file_system_is_gone_is_not_claimed_on_the_one_below(tmp_pa
     held.release()
 
 
+@pytest.mark.parametrize("operation", ["create_file", "make_folder_if_missing"])
+def test_a_mount_that_goes_while_its_root_is_claimed(tmp_path, operation):
+    """Nothing is made below it, it is no other run that has it, and it is free once it is back."""
+    root, mount = tmp_path / "root", tmp_path / "elsewhere"
+
+    def leave(disk, path, *data):
+        getattr(Disk, operation)(disk, path, *data)
+        root.rename(mount)
+
+    root.mkdir()
+    with pytest.raises(RootError, match="No such file"):
+        claim(root, "run", None, disk=type("Leaving", (Disk,), {operation: leave})())
+    assert not root.exists()
+    mount.rename(root)
+    claim(root, "run", None).release()
+
+
 def test_whoever_looked_too_early_loses(tmp_path, monkeypatch):
     """NFS may show an old listing: a claim of a number that others have passed is taken back."""
     held = claim(tmp_path, "run", None)
