@@ -1,5 +1,7 @@
 """Servers and clients that go and come back while two ranks on two nodes save."""
 
+import os
+
 import pytest
 
 from tests.filesystems.clusters import CephFS, Gluster, MooseFS
@@ -97,3 +99,13 @@ def test_a_mount_goes_and_comes_back(cluster, root, tmp_path, rank):
     for each in errors:
         assert len(each) >= 2
         assert [error for error in each if "see whether it is still mounted" not in error] == []
+
+
+@pytest.mark.timeout(2400)
+def test_the_fault_campaign_holds_on_a_mount(cluster, root):
+    """A part of each kind that changes files: nothing is lost, and nothing damaged is loaded."""
+    cluster.nodes[0].seen(root).mkdir()
+    command = ("-m", "tests.faults", "--share", "0.03", "--only", "kill,crash,flips,files,io,user")
+    told = cluster.nodes[0].python(*command, env=os.environ | {"TMPDIR": str(root)}, timeout=2300)
+    print(told.stdout)
+    assert told.returncode == 0, told.stdout[-20_000:] + told.stderr[-5_000:]
