@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
@@ -88,6 +88,11 @@ class Entry:
         return self.newer_format is None
 
     @property
+    def attempt(self) -> int:
+        """The attempt that saved it; 0 if there is no manifest to tell."""
+        return self.manifest.attempt if self.manifest else 0
+
+    @property
     def sequence(self) -> int:
         """Commit sequence; 0 if there is no manifest to tell."""
         return self.manifest.sequence if self.manifest else 0
@@ -158,11 +163,18 @@ class Listed(Entry):
 
     facts: Record = field(kw_only=True)
     """What its manifest says."""
+    saved_by: int = field(kw_only=True)
+    """The attempt."""
     inode: int = field(kw_only=True, repr=False)
+    """As the listing of the root tells it, which need not be that of `lstat`."""
     noted: Record | None = field(default=None, kw_only=True)
     """With the notes beside the manifest, where somebody has looked into the folder."""
     stamp: _Stamp | None = field(default=None, kw_only=True, repr=False)
     """Of the folder when somebody looked into it; None: nobody did, or it may have changed in that moment."""
+
+    @property
+    def attempt(self) -> int:
+        return self.saved_by
 
     @property
     def sequence(self) -> int:
@@ -211,9 +223,9 @@ class Catalog:
 
     Args:
         root: The checkpoint root.
-        remember: Keep what was read of a folder for as long as its name has the same inode: for who asks with `until`,
-            and sees to it by `confirm` before something is deleted. Thread-safe: a run may restore while a save of it
-            is in the background.
+        remember: Keep what was read of a folder for as long as its name has the same inode. Before something is
+            deleted because of it, it has to be confirmed (`confirm`). Thread-safe: a run may restore while a save of
+            it is in the background.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, remember: bool = False) -> None:
@@ -264,7 +276,7 @@ class Catalog:
         for _ in range(_LOOKS):
             listed = self.names() if names is None else names
             ours = [(name, parsed) for name, parsed in _ours(listed) if step in (None, parsed.step)]
-            entries, settled = self._look_at(ours, None if until is None else listed)
+            entries, settled = self._look_at(ours, listed, brief=until is not None)
             left = read_abandoned(self.root)
             marked = [mark(entry, left) for entry in entries.values()]
             found = sorted((entry for entry in marked if abandoned or not entry.abandoned), key=commit_order)
@@ -339,7 +351,7 @@ class Catalog:
             if entry.stamp is not None and entry.path not in wholly and _stamp(entry.path) == entry.stamp:
                 continue
             name = entry.path.name
-            found = self._read(name, entry.step)
+            found = self._read(name, entry.step, entry.inode)
             if found is None:
                 self._flawed.add(name)
                 is_so = False
@@ -357,9 +369,10 @@ class Catalog:
 
         `names`: as for `scan`.
         """
-        ours = _ours(self.names() if names is None else names)
+        names = self.names() if names is None else names
+        ours = _ours(names)
         olds = {parsed.step for _, parsed in ours if parsed.kind == "old"}
-        entries, _ = self._look_at([(name, parsed) for name, parsed in ours if parsed.step in olds])
+        entries, _ = self._look_at([(name, parsed) for name, parsed in ours if parsed.step in olds], names)
         counting = {entry.path.name for entry in entries.values()}
         unsure = {step for (step, _), entry in entries.items() if entry.unreadable is not None}
         return [
@@ -404,10 +417,10 @@ class Catalog:
             ) from error
 
     def _look_at(
-        self, names: list[tuple[str, StepName]], inodes: Names | None = None
+        self, names: list[tuple[str, StepName]], inodes: Names, *, brief: bool = False
     ) -> tuple[dict[tuple[int, str], Entry], bool]:
         """The entry of each step, with those that stood aside for it for good, by their tags; and whether everything
-        stayed where it was while we looked. `inodes`: by their manifests alone."""
+        stayed where it was while we looked. `brief`: by their manifests alone."""
         found: dict[tuple[int, str], list[tuple[tuple[bool, bool, int], Entry]]] = {}
         settled = True
         # Which of two counts depends on whether their files are there.
@@ -415,10 +428,8 @@ class Catalog:
         for name, parsed in names:
             if parsed.kind not in _COUNTING:
                 continue
-            if inodes is None or parsed.step in twice:
-                entry = self._read(name, parsed.step)
-            else:
-                entry = self._list(name, parsed.step, inodes[name])
+            look = self._list if brief and parsed.step not in twice else self._read
+            entry = look(name, parsed.step, inodes[name])
             if entry is None:
                 settled = False
                 continue
@@ -433,36 +444,38 @@ class Catalog:
         return {key: max(each, key=itemgetter(0))[1] for key, each in found.items()}, settled
 
     def _look_into(self, entries: list[Entry], until: Until, left: Mapping[str, str]) -> bool:
-        """Look into entries from the last one back, until one will do. False: not everything stayed where it was."""
+        """Look into entries from the last one back, until one will do. False: not everything stayed what it was."""
         for place, entry in reversed(list(enumerate(entries))):
             if isinstance(entry, Listed):
-                found = self._read(entry.path.name, entry.step)
-                if found is None:
+                found = self._read(entry.path.name, entry.step, entry.inode)
+                if found is None or found.sequence != entry.sequence:
                     return False
                 entries[place] = replace(found, abandoned=entry.abandoned) if entry.abandoned else mark(found, left)
+                if entries[place].abandoned != entry.abandoned:
+                    return False
             if entries[place].complete and until(entries[place]):
                 break
         return True
 
     def _list(self, name: str, step: int, inode: int) -> Entry | None:
         """What lies under a name, by its manifest, where that is good; otherwise as `_read`."""
+        path = self.root / name
         known = self._known.get(name)
-        if known is not None and inode == known.inode != 0:
+        if known is not None and inode == known.inode and (inode or (known.stamp and known.stamp == _stamp(path))):
             return known
         self._known.pop(name, None)
         if inode != _LINK and name not in self._flawed:
-            path = self.root / name
             with contextlib.suppress(CkptmanError, OSError):
-                facts = read_facts(path)
-                if facts is not None and facts.step == step:
-                    listed = Listed(step, path, None, facts=facts, inode=inode)
+                told = read_facts(path)
+                if told is not None and told.record.step == step:
+                    listed = Listed(step, path, None, facts=told.record, saved_by=told.attempt, inode=inode)
                     if self._remembers:
                         self._known[name] = listed
                     return listed
-        return self._read(name, step)
+        return self._read(name, step, inode)
 
-    def _read(self, name: str, step: int) -> Entry | None:
-        """What lies under a name; None: it did not stay there while it was looked at."""
+    def _read(self, name: str, step: int, inode: int) -> Entry | None:
+        """What lies under a name; None: it did not stay there while it was looked at. `inode`: as it was listed."""
         path = self.root / name
         before = _lstat(path)
         entry = look_at(path, step, before)
@@ -488,7 +501,8 @@ class Catalog:
                 None,
                 beside=entry.beside,
                 facts=facts_of(entry.require_manifest()),
-                inode=before.st_ino,
+                saved_by=entry.attempt,
+                inode=inode,
                 noted=entry.record(),
                 stamp=_stamp_of(before) if is_settled else None,
             )
@@ -576,17 +590,21 @@ def any_will_do(entry: Entry) -> bool:
     return True
 
 
+def is_finite(entry: Entry) -> bool:
+    """For `Catalog.scan`: whether a restore need not go back behind it (see `Record.spoilt`)."""
+    return not entry.spoilt
+
+
 def _notes(entry: Entry) -> tuple[bool, str, str]:
     """What is noted beside a manifest."""
     record = entry.record()
     return record.verified, record.damaged, record.pinned
 
 
-def attempt_and_step(entries: Sequence[Entry]) -> tuple[int, int]:
-    """Attempt and step of the last complete one of entries in order of commit; (0, -1) where there is none. What is in
-    memory is newer where these are higher. Raises: as `read_manifest`."""
-    newest = next((entry for entry in reversed(entries) if entry.complete), None)
-    return (newest.require_manifest().attempt, newest.step) if newest is not None else (0, -1)
+def attempt_and_step(entries: Iterable[Entry]) -> tuple[int, int]:
+    """The latest attempt that saved one of the entries that are complete, and its last step; (0, -1) where there is
+    none. What is in memory is newer where these are higher."""
+    return max(((entry.attempt, entry.step) for entry in entries if entry.complete), default=(0, -1))
 
 
 def commit_order(entry: Entry) -> tuple[int, float, int]:

@@ -36,6 +36,7 @@ _TAKEN_AT_ONCE = 50
 _CONFIRMED = 3
 """So many of the newest that stay, and the newest finite ones, are looked at in full, where what is known of them was
 remembered."""
+_ROUNDS = 3
 _OF_ANOTHER = "it belongs to another user than its root"
 Progress = Callable[[int], None]
 """Told the bytes that were freed."""
@@ -91,6 +92,7 @@ def plan_prune(
     wait: bool = True,
     coming: Record | None = None,
     catalogue: Catalog | None = None,
+    rounds: int = _ROUNDS,
 ) -> PrunePlan:
     """What to delete under a root, which is listed once. Incomplete entries never count and are not touched.
 
@@ -98,13 +100,14 @@ def plan_prune(
     restore takes must not push out a good one. `wait`: watch readers of other hosts until it is clear whether they
     live, instead of taking it for granted; and look at the tiers, instead of believing the last drain, where a policy
     may delete something. `coming`: the save for which there is no room (see `retention.plan`). `catalogue`: of this
-    root, where one remembers it; then folders are only looked into before something goes: those that go, and those
-    because of which they may.
+    root, where one remembers it; then only those folders are looked into that are to go, and those that a deletion
+    relies on. `rounds`: how often it is planned anew where they are not what was remembered; after that everything is
+    looked into.
 
     Raises: as `Catalog.scan`.
     """
     folder = _identity(root)
-    is_known = catalogue is not None
+    is_known = catalogue is not None and rounds > 0
     catalogue = catalogue or Catalog(root)
     now_seconds = time.time() if now_seconds is None else now_seconds
     # The names first: who has made a folder since then may have a lease that was not seen.
@@ -149,7 +152,14 @@ def plan_prune(
             [entries[each] for each in sorted(needed)], wholly={entries[each].path for each in newest}
         ):
             return plan_prune(
-                root, policy, damaged, now_seconds=now_seconds, wait=wait, coming=coming, catalogue=catalogue
+                root,
+                policy,
+                damaged,
+                now_seconds=now_seconds,
+                wait=wait,
+                coming=coming,
+                catalogue=catalogue,
+                rounds=rounds - 1,
             )
     leftovers, owners = [], _owners(root)
     for left in find_leftovers(root, leases, there):

@@ -16,7 +16,6 @@ from ckptman.catalog.tiers import read_tiers
 from ckptman.catalog.verified import read_verified
 from ckptman.catalog.writer_lock import claim
 from ckptman.errors import ConfigError, CorruptError, NotFoundError
-from ckptman.format.manifest import Manifest
 from ckptman.format.paths import journal_path, step_folder
 from ckptman.io.durable_files import DISK, Disk, holding
 
@@ -115,15 +114,15 @@ def execute(
     why: str,
     by: str,
     time_seconds: float,
-    highest: Callable[[Path, Iterable[Manifest]], int],
+    highest: Callable[[Path, Iterable[int]], int],
     job_id: str | None = None,
     disk: Disk = DISK,
 ) -> Change:
     """Make a plan while no run writes to the root, and write it down: it holds for all who look from then on.
 
     Nothing is written if neither the disk nor the memory of nodes can hold anything newer. `highest`: returns the
-    highest attempt number of the root, given its manifests. Raises: BusyError (a run is alive), and as
-    the plans.
+    highest attempt number of the root, given those that saved its checkpoints. Raises: BusyError (a run is alive), and
+    as the plans.
     """
     with holding(root, through_link=True), _claimed(root, job_id, disk):
         change = make()
@@ -133,9 +132,9 @@ def execute(
             if target.in_folder and not target.path.exists():
                 raise NotFoundError(f"{target.path} was pruned meanwhile: ckptman list shows what is left")
             everywhere = _everywhere(root)
-            manifests = [each.manifest for each in everywhere.list(abandoned=True) if each.manifest]
+            saved_by = [each.attempt for each in everywhere.list(abandoned=True)]
             is_known = change.undoes is None and journal_path(root).exists()
-            begun = highest(root, manifests) if is_known else None
+            begun = highest(root, saved_by) if is_known else None
             known = max((each.attempt or 0 for each in standing(read_rollbacks(root).values())), default=0)
             # Without anything newer on disk, nodes may still have it in memory.
             if change.entries or change.undoes is not None or begun is None or begun > known:

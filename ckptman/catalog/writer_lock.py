@@ -153,8 +153,9 @@ class Claim:
                 os.utime(owner_path(self.root, self._number), follow_symlinks=False)
 
 
-def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK) -> Claim:
-    """Claim a root for this process. A dead owner's claim is taken over. Called by the leader only.
+def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK, device: int | None = None) -> Claim:
+    """Claim a root for this process. A dead owner's claim is taken over. Called by the leader only. `device`: that it
+    has to be on.
 
     Raises: BusyError (a live run owns it), RootError (it cannot be written).
     """
@@ -165,9 +166,10 @@ def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK) -> 
             f"{run_folder(root)} is a link, and a run writes nothing outside of its root: remove it, or name another "
             f"root",
         )
-    number, device = 0, None
+    number = 0
     try:
-        device = device_of(root)
+        device = device_of(root) if device is None else device
+        check_device(root, device)
         disk.make_folder_if_missing(run_folder(root))
         last = _newest(root)
         if last is not None and _lives(root, last):

@@ -77,7 +77,7 @@ def choose(
 
     Raises: NotFoundError (no such root, step or checkpoint), RootError, ConfigError (--step of a single checkpoint).
     """
-    from ckptman.catalog.catalog import Catalog, any_will_do
+    from ckptman.catalog.catalog import Catalog, any_will_do, is_finite
 
     check_is_folder(path)
     if step is not None and every:
@@ -94,7 +94,7 @@ def choose(
     catalogue = Catalog(path)
     if step is not None:
         return [catalogue.entry(step)]
-    enough = any_will_do if spoilt else _is_finite
+    enough = any_will_do if spoilt else is_finite
     entries = catalogue.look() if every or passed_over else catalogue.scan(until=enough)
     if not entries:
         others = [each for each in foreign_in(path, catalogue.names()) if each.is_dcp]
@@ -113,10 +113,6 @@ def choose(
     if not passed_over:
         return [newest]
     return [*(each for each in entries if each is not newest and _may_be_newer(each, newest)), newest]
-
-
-def _is_finite(entry: Entry) -> bool:
-    return not entry.spoilt
 
 
 def _prefer_finite(newest: Entry, entries: list[Entry]) -> Entry:

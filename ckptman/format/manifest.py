@@ -11,7 +11,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from pydantic_core import from_json
@@ -135,9 +135,16 @@ def facts_of(manifest: Manifest) -> Record:
     )
 
 
-def read_facts(folder: Path) -> Record | None:
-    """Return the same of the manifest in a folder, of which no more is looked at than that its digest is right: for the
-    order of thousands. None where it is not as ckptman writes one: `read_manifest` says why.
+class Facts(NamedTuple):
+    """What decides about a checkpoint among thousands: what rules look at, and the attempt that saved it."""
+
+    record: Record
+    attempt: int
+
+
+def read_facts(folder: Path) -> Facts | None:
+    """Return what the manifest in a folder says of the order, and check its digest, but no other field: a root may hold
+    thousands. None where it is not as ckptman writes one: `read_manifest` says why.
 
     Raises: FileNotFoundError, CorruptError, OSError: as `read_regular`.
     """
@@ -149,21 +156,22 @@ def read_facts(folder: Path) -> Record | None:
         return None
     try:
         raw = from_json(data)  # twice as fast as json.loads
-        numbers = raw["step"], raw["sequence"], sum([each["bytes"] for each in raw["files"].values()])
+        total_bytes, attempt = sum([each["bytes"] for each in raw["files"].values()]), raw.get("attempt", 1)
+        numbers = raw["step"], raw["sequence"], total_bytes, attempt
         values = raw["time_seconds"], *raw["metrics"].values()
         if {*map(type, numbers)} != {int} or not {*map(type, values)} <= {int, float}:
             return None
         found = raw.get("nonfinite") or {"metrics": (), "tensors": ()}
-        step, sequence, total_bytes = numbers
-        return Record(
-            step,
-            sequence,
+        record = Record(
+            raw["step"],
+            raw["sequence"],
             raw["time_seconds"],
             total_bytes,
             raw["metrics"],
             nonfinite_metrics=tuple(found["metrics"]),
             nonfinite_tensors=tuple(found["tensors"]),
         )
+        return Facts(record, attempt)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 

@@ -42,9 +42,6 @@ from ckptman.policies.retention_rules import KeepSteps as KeepSteps
 from ckptman.policies.retention_rules import Record as Record
 from ckptman.policies.retention_rules import RetentionPolicy as RetentionPolicy
 
-_FEW = 16
-"""A rule that keeps no more is one that counts, such as `KeepLast(3)`."""
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -125,14 +122,14 @@ def untouchables(records: Sequence[Record]) -> dict[int, list[str]]:
 
 
 def relied_on(verdicts: Sequence[Verdict], policy: RetentionPolicy | None, now_seconds: float) -> set[int]:
-    """Return what a plan has to be right about before it is carried out, by sequence: what goes, and what stays because
-    of which it may go. That is what the rules that keep a few keep, and of the others what stays next to what goes.
-    Called by a run, which does not look at each of thousands after each save."""
+    """Return what a plan has to be right about before it is carried out, by sequence: what goes, and what stays in its
+    place. That is all that is kept by a rule that counts, or within a limit; of rules that go by the step alone, what
+    stays next to what goes. Called by a run, which does not look at each of thousands after each save."""
     counted = [each.record for each in verdicts if not each.record.abandoned]
-    found = {each.record.sequence for each in verdicts if not each.keep}
+    found = {each.record.sequence for each in verdicts if not each.keep or each.record.pinned}
     for rule in rules_of(policy):
-        kept = rule.keeps_at(counted, now_seconds)
-        found |= kept.keys() if len(kept) <= _FEW else set()
+        if limited(policy) is not None or not isinstance(rule, KeepEvery | KeepSteps):
+            found |= rule.keeps_at(counted, now_seconds).keys()
     for before, after in pairwise(verdicts):
         if before.keep != after.keep:
             found |= {before.record.sequence, after.record.sequence}

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ckptman.catalog.rollback_records import read_rollbacks
 from ckptman.errors import CkptmanError
-from ckptman.format.manifest import Manifest
 from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import own_outcome
@@ -18,10 +17,10 @@ _MOST_ATTEMPTS = 10**6
 """What claims to have a higher number is damaged."""
 
 
-def highest_attempt(root: Path, manifests: Iterable[Manifest]) -> int:
-    """Return the highest number that anything of a root tells of: its journal, outcome and rollbacks, and manifests,
-    which may be those of its tiers. 0: there was no attempt. Raises: as `read_rollbacks`; OSError."""
-    numbers = [each.attempt for each in manifests]
+def highest_attempt(root: Path, saved_by: Iterable[int]) -> int:
+    """Return the highest number that anything of a root tells of: its journal, outcome and rollbacks, and those that
+    saved its checkpoints, which may be in its tiers. 0: there was no attempt. Raises: as `read_rollbacks`; OSError."""
+    numbers = list(saved_by)
     numbers += [each.attempt for each in read_rollbacks(root).values() if each.attempt is not None]
     with contextlib.suppress(CkptmanError):  # gone, or damaged: the others tell
         events = read_journal(journal_path(root))[0]

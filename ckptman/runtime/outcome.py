@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ckptman.errors import ConfigError, CorruptError, masked
-from ckptman.format.paths import outcome_path
+from ckptman.format.paths import DOT, outcome_path
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_regular
 
@@ -70,7 +70,8 @@ def write_outcome(path: Path, outcome: Outcome, disk: Disk = DISK) -> None:
     What looks like a secret in its reason, which may be the text of any error, is masked: others may read this.
     """
     outcome = replace(outcome, reason=masked(outcome.reason))
-    disk.make_folder_if_missing(path.parent)
+    # A chain's, or in a root whose mount may be away.
+    (disk.make_folder_if_missing if path.parent.name == DOT else disk.make_folders)(path.parent)
     said = {**asdict(outcome), "reason": outcome.reason[:_MOST_REASON]}
     disk.replace_file(path, json.dumps(said, indent=1).encode() + b"\n")
 

@@ -64,7 +64,7 @@ def newest_sequence(root: str, since_seconds: float = 0.0) -> int:
 
     Raises: RootError.
     """
-    complete = _complete(root, until=_is_finite)
+    complete = _complete(root)
     newest = next((entry for entry in reversed(complete) if not entry.spoilt), complete[-1] if complete else None)
     if newest is None or (is_known_time(newest.time_seconds) and newest.time_seconds < since_seconds):
         return 0
@@ -77,7 +77,7 @@ def spoilt_text(root: str) -> str:
 
     Raises: RootError.
     """
-    complete = _complete(root, until=_is_finite)
+    complete = _complete(root)
     spoilt = list(takewhile(lambda entry: entry.spoilt, reversed(complete)))
     if not spoilt or len(spoilt) == len(complete):
         return ""
@@ -88,15 +88,12 @@ def spoilt_text(root: str) -> str:
     )
 
 
-def _is_finite(entry: Entry) -> bool:
-    return not entry.spoilt
-
-
-def _complete(root: str, until: Callable[[Entry], bool]) -> list[Entry]:
-    from ckptman.catalog.catalog import Catalog
+def _complete(root: str) -> list[Entry]:
+    """The complete ones; behind the newest finite one nobody has looked."""
+    from ckptman.catalog.catalog import Catalog, is_finite
 
     try:
-        return Catalog(root).complete(until)
+        return Catalog(root).complete(is_finite)
     except NotFoundError:
         return []
 

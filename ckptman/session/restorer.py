@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.node_memory import InMemory
-from ckptman.catalog.catalog import Entry, any_will_do
+from ckptman.catalog.catalog import Entry, Listed, any_will_do, look_at
 from ckptman.catalog.reader_lease import held, is_gone, refuse_gone
 from ckptman.catalog.rollback_records import left_by
 from ckptman.catalog.verified import remember_damage
@@ -127,12 +127,18 @@ class Restorer:
                 self._skip(entry, trouble)
                 continue
             try:
+                if isinstance(entry, Listed):
+                    entry = self._control.run_on_leader(partial(look_at, entry.path, entry.step))
+                entry.require_manifest()
                 skipped = self._load(state, entry.path)
             except (CorruptError, NotFoundError) as error:
                 if looks < _LOOKS and self._control.run_on_leader(partial(is_gone, entry.path)):
                     # Pruned since it was listed. Whoever did that left the newest: what there is now is looked at anew.
                     left = list(self._control.run_on_leader(lambda: self._candidates(step, allow_suspect)))
                     looks += 1
+                    continue
+                if not entry.complete:
+                    self._skip(entry, CorruptError(entry.problem))
                     continue
                 if self._control.is_leader:
                     remember_damage(entry.path, entry.require_manifest(), str(error))

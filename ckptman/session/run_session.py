@@ -22,7 +22,7 @@ from ckptman.catalog.catalog import any_will_do
 from ckptman.catalog.orphans import find_leftovers
 from ckptman.catalog.prune import PrunePlan, execute
 from ckptman.catalog.tiers import claim_tiers, write_tiers
-from ckptman.catalog.writer_lock import Claim, claim
+from ckptman.catalog.writer_lock import Claim, claim, device_of
 from ckptman.comm.control_group import AllRanks, Channel, failing_as_one
 from ckptman.errors import (
     CkptmanError,
@@ -315,6 +315,7 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
     disk = backend.disk
     _check_privacy()
     backend.make()
+    device = device_of(backend.root)
     if backend.tiers:
         backend.run_ids = _run_ids(backend.root, run_id)
     entries = backend.list(abandoned=True, until=any_will_do)
@@ -326,7 +327,7 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
     if not given:
         _warn_of_copy(backend.root, run_id)
     job_id = os.environ.get("SLURM_JOB_ID")
-    held = _claim(backend.root, run_id, job_id, disk)
+    held = _claim(backend.root, run_id, job_id, disk, device)
     try:
         # What killed saves left may be what fills the disk, so it goes before the first save and not after it.
         _clear_leftovers(backend.root, held.next_tag(), disk)
@@ -334,7 +335,7 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
         finds = bool(entries or backend.list(abandoned=True, until=any_will_do))
         events = _events(backend.root)
         saves = typical_save_seconds(events)
-        highest = highest_attempt(backend.root, [each.manifest for each in entries if each.manifest is not None])
+        highest = highest_attempt(backend.root, [each.attempt for each in entries])
         number = max(highest + 1, attempt_number(os.environ))
         session = RunSession(backend.root, number, run_id, job_id, finds, saves, held)
         session.journal = Journal(journal_path(backend.root), disk=disk, tell=tell_event)
@@ -401,14 +402,15 @@ def _check_privacy() -> None:
         raise ConfigError(error.strerror or str(error)) from None
 
 
-def _claim(root: Path, run_id: str, job_id: str | None, disk: Disk) -> Claim:
+def _claim(root: Path, run_id: str, job_id: str | None, disk: Disk, device: int) -> Claim:
+    """`device`: that of the root when it was listed."""
     try:
-        return claim(root, run_id, job_id, disk=disk)
+        return claim(root, run_id, job_id, disk=disk, device=device)
     except RootError as error:
         if error.errno not in FULL:
             raise
         _clear_leftovers(root, f"full-{os.urandom(4).hex()}", disk)
-        return claim(root, run_id, job_id, disk=disk)
+        return claim(root, run_id, job_id, disk=disk, device=device)
 
 
 def _clear_leftovers(root: Path, tag: str, disk: Disk) -> None:

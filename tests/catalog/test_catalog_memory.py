@@ -227,6 +227,31 @@ def test_what_a_file_system_does_not_tell_is_read_again(root, monkeypatch):
     assert catalogue.scan(until=any_will_do)[-1].step == 200
 
 
+@pytest.mark.parametrize("told", [lambda inode: 0, lambda inode: inode + 1])
+def test_a_plan_comes_to_an_end_whatever_inodes_are_told(root, monkeypatch, told):
+    """Of an overlay, or through FUSE, a listing may tell others than a look at a folder."""
+    monkeypatch.setattr(catalogue_module, "_told", told)
+    CHANGES["pin"](root)
+    damage(root, 2500)
+    catalogue = Catalog(root, remember=True)
+    for _ in range(2):
+        plan, anew = planned(catalogue, KeepLast(10)), plan_prune(root, KeepLast(10), wait=False)
+        assert repr(plan.verdicts) == repr(anew.verdicts)
+        assert [entry.step for entry, _ in plan.ignored] == [2500]
+    os.utime(root / step_folder(2400))
+    assert repr(planned(catalogue, KeepLast(10)).verdicts) == repr(anew.verdicts)
+
+
+def test_what_counts_among_many_is_looked_into_before_one_goes(root):
+    """A rule that counts relies on each that it keeps; one that goes by steps on what is next to what goes."""
+    for step in (1500, 2000, 2500):
+        damage(root, step)
+    rule = KeepLast(24)
+    plan = planned(Catalog(root, remember=True), rule)
+    assert repr(plan.verdicts) == repr(plan_prune(root, rule, wait=False).verdicts)
+    assert [each.record.step for each in plan.deletions] == [100, 200, 300]
+
+
 def test_what_is_not_complete_is_not_planned_with_again(root, catalogue, monkeypatch):
     """It has a good manifest, by which alone it counts."""
     catalogue = Catalog(root, remember=True)

@@ -206,6 +206,23 @@ def test_a_run_goes_back_to_the_checkpoint_before(tmp_path, file, harm):
     assert not any(tensor.any() for tensor in fresh["x"].values()) or "is not usable" in str(caught.value)
 
 
+@pytest.mark.parametrize("lost", [DATA, "manifest.json", "index.json"])
+def test_behind_one_that_is_damaged_what_is_incomplete_is_passed_over(tmp_path, lost):
+    """Nobody has looked into it until then."""
+    state = {"x": {"weight": torch.ones(100)}, "epoch": 0}
+    with open_run(tmp_path, state) as checkpointer:
+        for step in (1, 2, 3):
+            state["epoch"] = step
+            checkpointer.save(step)
+    flip_byte(tmp_path / "step-0000000003" / DATA)
+    with open_run(tmp_path, state) as checkpointer, pytest.warns(RuntimeWarning, match="skipping") as warned:
+        (tmp_path / "step-0000000002" / lost).unlink()
+        assert checkpointer.restore() == 1
+        assert state["epoch"] == 1
+    assert [re.search(r"of step (\d)", str(each.message))[1] for each in warned] == ["3", "2"]
+    assert not (tmp_path / "step-0000000002" / "verified.json").exists(), "it is incomplete, and not damaged"
+
+
 @with_both_readers
 def test_who_loads_what_has_lost_its_manifest_is_told_that_nothing_was_checked(path, reader):
     (path / "manifest.json").unlink()

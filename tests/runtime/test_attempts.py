@@ -34,7 +34,7 @@ def test_each_thing_alone_tells_it(tmp_path):
         (root / DOT).mkdir(parents=True)
         shutil.copy(keep(tmp_path / "run"), keep(root))
         assert highest_attempt(root, []) == 3
-    assert highest_attempt(tmp_path / "none", [manifest]) == 3
+    assert highest_attempt(tmp_path / "none", [manifest.attempt]) == 3
     assert highest_attempt(tmp_path / "none", []) == 0
 
 

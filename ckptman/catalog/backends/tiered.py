@@ -45,14 +45,19 @@ class TieredBackend(LocalBackend):
         What does not count in a tier is among it only where no other copy does, or where a newer ckptman wrote it.
         Raises: CkptmanError where a tier cannot be looked at and there is nothing else: it may be all there is.
         """
-        found: list[Entry] = super().list(abandoned=True, step=step, until=until)
         rollbacks = list(read_rollbacks(self.root).values())
+
+        def will_do(entry: Entry) -> bool:
+            return until is not None and until(entry) and not mark(entry, abandoned_by(rollbacks)).abandoned
+
+        wanted = will_do if until is not None else None
+        found: list[Entry] = super().list(abandoned=True, step=step, until=wanted)
         troubles: list[tuple[object, CkptmanError]] = []
         for place in self._places:
             try:
                 check_tier(self.root, place, self.run_ids)
-                there = place.list(abandoned=True, step=step, until=until)
                 rollbacks += place.rollbacks()
+                there = place.list(abandoned=True, step=step, until=wanted)
             except CkptmanError as error:
                 troubles.append((place.where, error))
                 continue
