@@ -1,20 +1,21 @@
-"""Leases: what a reader or a copy leaves in a root while it is at work there, so that no prune takes it away.
+"""Leases: how a reader or a copy keeps prunes from deleting what it reads.
 
     with lease(root, ["step-0000000100"], what="verify"):
         ...
 
-A lease is a file `.ckptman/lease-<nonce>.json` that names the folders in use. It is taken *before* the first look at
-them. A prune says in the same way what it is about to take, looks for readers, and only then renames a folder; a reader
-that finds such a word waits until the folder is gone or the prune is past it, and then lists the root. So either the
-reader does not find the folder in the list, or the prune finds the reader. Where a prune cannot say so (a full disk),
-it looks again after the rename, and puts the folder back where somebody came in between.
+A lease is a file `.ckptman/lease-<nonce>.json` that names the directories in use. A reader takes it before it looks at
+them. A prune takes one of its own for what it is about to delete, then looks for readers, and only then renames a
+directory. A reader that finds the lease of a prune waits until the directory is gone or the prune is done with it, and
+then lists the root. So either the reader does not find the directory in the listing, or the prune finds the reader. A
+prune that cannot write a lease (the disk is full) looks again after the rename, and puts the directory back if somebody
+came in between.
 
-Only the list tells whether a checkpoint is there. A client of a distributed file system may go on finding a folder, and
-files in it, by a name that another client has changed, for a second or for a minute; it does not list that name. So
-what a reader cannot read is damaged only if its checkpoint is still in the list (`is_gone`).
+Only the listing tells whether a checkpoint is there. On a distributed file system, another client can open a directory
+and its files by their old name for a second, or for a minute, after a rename, but it no longer lists that name. So
+what cannot be read is damaged only if its checkpoint is still listed (`is_gone`).
 
-It is dead when its process is, on the same host; from another host, when nobody touched it for `PATIENCE_SECONDS` while
-we watched: clocks of two hosts are never compared. What is not known to be dead holds.
+On the same host, a lease is dead when its process is. On another host, it is dead when it was not touched for
+`PATIENCE_SECONDS` while we watched: clocks of two hosts are never compared. A lease that is not known to be dead holds.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class _Checks:
             return _not_done(name, f"{type(error).__name__}: {error}")
 
     def _full(self, name: str, error: OSError) -> Finding:
-        """Blame the disk, or the quota, where there is no room for a check: that says nothing about the check."""
+        """Report a full disk or quota as a finding of its own: a check that found no room has not failed."""
         self.over = "there is no room"
         whose, advice = ("quota", _QUOTA_USED_UP) if error.errno == errno.EDQUOT else ("space", _DISK_FULL)
         before = next((each for each in self.found if each.name == whose), Finding(whose, "unknown", ""))
@@ -258,7 +258,7 @@ def _check_room(
 
 
 def _check_clients(checks: _Checks, own: Path, second: Second, shared: bool | None, disk: Disk) -> Second:
-    """Return the other client, with its name; this host, where it sees nothing of ours or is none."""
+    """Return the second client with its host name, or this host if it is the same one or does not see our files."""
     found = checks.do("other clients", lambda: second_client.check_clients(own, second, shared, disk))
     good = second.is_elsewhere and found.verdict == "ok"
     return Second(second.command, found.figures["host"]) if good else HERE
