@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,6 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.filterwarnings(
     "ignore:B?Complex(Half|32) support is experimental", "ignore:torch.distributed is disabled"
 )
-
-ARCHIVE = Path(__file__).with_name("format-1.tar.xz")
-
-
-@pytest.fixture(scope="module")
-def golden(tmp_path_factory):
-    """The archive, unpacked."""
-    folder = tmp_path_factory.mktemp("golden")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
 
 
 @pytest.fixture(scope="module")
