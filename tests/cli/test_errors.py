@@ -259,6 +259,7 @@ def scene(tmp_path_factory):
     for name in ("dcp", "titan/step-500", "titan/step-1000"):
         (folder / name).mkdir(parents=True)
         (folder / name / ".metadata").touch()
+    (folder / "young").mkdir()
     journal = Journal(folder / "young" / ".ckptman" / "journal.jsonl")
     journal.record("first_step", attempt=1, step=1)
     journal.close()

@@ -32,6 +32,7 @@ def folder(tmp_path, monkeypatch):
 
 def journal(root, *events):
     times = iter([time for _, time, _ in events])
+    root.mkdir(exist_ok=True)
     written = Journal(root / ".ckptman" / "journal.jsonl", clock=lambda: next(times))
     for name, _, step in events:
         written.record(name, attempt=1, step=step)

@@ -285,7 +285,8 @@ def test_one_that_cannot_be_read_keeps_nobody_from_looking_at_the_others(tmp_pat
 
     for step in (10, 20, 30):
         commit(tmp_path, step)
-    _forbid(monkeypatch, catalogue, "read_manifest", "step-0000000020")
+    for reader in ("read_manifest", "read_facts"):
+        _forbid(monkeypatch, catalogue, reader, "step-0000000020")
     told = ends(0, "list", tmp_path).out
     assert "does not count: it cannot be read (Permission denied)" in told
     assert "2 complete checkpoints" in told

@@ -201,6 +201,7 @@ def claim_at_once(root, rounds):
     owners = []
     for number in range(rounds):
         folder = root / f"claimed-{number}"
+        folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         try:
             mine = claim(folder, f"run-{dist.get_rank()}", None)
