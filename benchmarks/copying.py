@@ -35,9 +35,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the threads of a pool do not co
 
 from benchmarks.engine.team import forked, fresh
 from benchmarks.verify import save_state
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog
-from ckptman.transfer.copy import CopyOptions, copy_checkpoint
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
 
 TOOLS = (2, 4)
 """So many processes of each parallel tool."""

@@ -111,8 +111,8 @@ def rank_main(rank: int, world: int, size: int, rounds: int, folder: str, port: 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     import ckptman
+    from ckptman.engine.saving import part_exchange
     from ckptman.policies import EverySteps
-    from ckptman.saving import part_exchange
 
     dist.init_process_group("gloo")
     mesh = dist.init_device_mesh(device, (world,))

@@ -12,11 +12,11 @@ from typing import TypedDict
 
 import torch
 
-from ckptman.format.chunk_table import ChunkTable, assemble, pack, unpack
-from ckptman.format.paths import data_name
-from ckptman.saving.index_writer import write_metadata
-from ckptman.saving.write_plan import Held, divide, lay_out, make_rows
-from ckptman.state.local_shards import Box
+from ckptman.engine.saving.index_writer import write_metadata
+from ckptman.engine.saving.write_plan import Held, divide, lay_out, make_rows
+from ckptman.engine.state.local_shards import Box
+from ckptman.storage.format.chunk_table import ChunkTable, assemble, pack, unpack
+from ckptman.storage.format.paths import data_name
 
 WORLDS = (256, 1024, 4096)
 QUICK_WORLDS = (64, 256)

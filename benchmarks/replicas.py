@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 import ckptman
-from ckptman.comm.control_group import Channel
-from ckptman.comm.replicas import compare_replicas
-from ckptman.saving.write_plan import plan_save
-from ckptman.state.named_state import snapshot
+from ckptman.engine.comm.control_group import Channel
+from ckptman.engine.comm.replicas import compare_replicas
+from ckptman.engine.saving.write_plan import plan_save
+from ckptman.engine.state.named_state import snapshot
 
 RANKS = 2
 LIMIT_SECONDS = 600

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import ckptman
 from benchmarks.whole_process import report
-from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
+from ckptman.storage.format.paths import journal_path
 from tests.helpers.checkpoints import commit
 
 _SAVE_SECONDS = 600.0

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.whole_process import report, wall_seconds
 from tests.helpers.journals import make_root
-from tests.monitoring.invented_run import InventedRun, invented
+from tests.tools.monitoring.invented_run import InventedRun, invented
 
 LINES = 100_000
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptman
-from ckptman.comm.control_group import Channel
+from ckptman.engine.comm.control_group import Channel
 from ckptman.session.step_consensus import FLAGS, Exchange
 
 IDLE_SECONDS = 0.004

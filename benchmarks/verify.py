@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.engine import cache
 from benchmarks.engine.team import forked, fresh, ranks
-from ckptman.format.manifest import read_manifest
-from ckptman.integrity.folder_check import check_coverage, verify_folder
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.integrity.folder_check import check_coverage, verify_folder
 
 THREADS = (1, 2, 4)
 STRIDE_BYTES = 4 << 20

@@ -1,7 +1,7 @@
 """Checkpoints and job life for PyTorch training on Slurm clusters.
 
 The policies, the errors, and what is for torch's distributed checkpoint are in `ckptman.policies`, `ckptman.errors` and
-`ckptman.dcp`; their names can be had from here, too.
+`ckptman.engine.dcp`; their names can be had from here, too.
 
 Importing ckptman does not import torch: names are looked up when they are first used (PEP 562).
 """
@@ -16,16 +16,16 @@ __version__ = "0.1.0"
 _ROOMS = ("dcp", "errors", "policies")
 _HOME = {
     "Checkpointer": "ckptman.checkpointer",
-    "RNGState": "ckptman.state.generators",
+    "RNGState": "ckptman.engine.state.generators",
     "ElasticSampler": "ckptman.data.elastic_sampler",
-    "FromRank0": "ckptman.state.rank_values",
-    "PerRank": "ckptman.state.rank_values",
-    "Trainable": "ckptman.state.trainable",
+    "FromRank0": "ckptman.engine.state.rank_values",
+    "PerRank": "ckptman.engine.state.rank_values",
+    "Trainable": "ckptman.engine.state.trainable",
     "ResumableLoader": "ckptman.data.resumable_loader",
-    "Skipped": "ckptman.loading.accepted",
+    "Skipped": "ckptman.engine.loading.accepted",
     "save": "ckptman.api",
     "load": "ckptman.api",
-    "read": "ckptman.loading.read",
+    "read": "ckptman.engine.loading.read",
     "Run": "ckptman.run",
     "TrackedRun": "ckptman.runtime.tracker",
     "Tracker": "ckptman.runtime.tracker",
@@ -36,9 +36,9 @@ _HOME = {
     "pin": "ckptman.tools.manage",
     "unpin": "ckptman.tools.manage",
     "copy": "ckptman.tools.copy",
-    "adopt": "ckptman.dcp.adopt",
-    "StorageReader": "ckptman.dcp.storage",
-    "StorageWriter": "ckptman.dcp.storage",
+    "adopt": "ckptman.engine.dcp.adopt",
+    "StorageReader": "ckptman.engine.dcp.storage",
+    "StorageWriter": "ckptman.engine.dcp.storage",
     "SignalHandler": "ckptman.runtime.signals",
     "AtStep": "ckptman.policies.save_policies",
     "BeforeDeadline": "ckptman.policies.save_policies",
@@ -114,7 +114,6 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from ckptman import dcp as dcp
     from ckptman import errors as errors
     from ckptman import policies as policies
     from ckptman.api import load as load
@@ -122,9 +121,16 @@ if TYPE_CHECKING:
     from ckptman.checkpointer import Checkpointer as Checkpointer
     from ckptman.data.elastic_sampler import ElasticSampler as ElasticSampler
     from ckptman.data.resumable_loader import ResumableLoader as ResumableLoader
-    from ckptman.dcp.adopt import adopt as adopt
-    from ckptman.dcp.storage import StorageReader as StorageReader
-    from ckptman.dcp.storage import StorageWriter as StorageWriter
+    from ckptman.engine import dcp as dcp
+    from ckptman.engine.dcp.adopt import adopt as adopt
+    from ckptman.engine.dcp.storage import StorageReader as StorageReader
+    from ckptman.engine.dcp.storage import StorageWriter as StorageWriter
+    from ckptman.engine.loading.accepted import Skipped as Skipped
+    from ckptman.engine.loading.read import read as read
+    from ckptman.engine.state.generators import RNGState as RNGState
+    from ckptman.engine.state.rank_values import FromRank0 as FromRank0
+    from ckptman.engine.state.rank_values import PerRank as PerRank
+    from ckptman.engine.state.trainable import Trainable as Trainable
     from ckptman.errors import BusyError as BusyError
     from ckptman.errors import CkptmanError as CkptmanError
     from ckptman.errors import CommitError as CommitError
@@ -140,8 +146,6 @@ if TYPE_CHECKING:
     from ckptman.errors import SchedulerError as SchedulerError
     from ckptman.errors import SuspectError as SuspectError
     from ckptman.errors import UnknownKeyError as UnknownKeyError
-    from ckptman.loading.accepted import Skipped as Skipped
-    from ckptman.loading.read import read as read
     from ckptman.policies.calendar import KeepDaily as KeepDaily
     from ckptman.policies.calendar import KeepHourly as KeepHourly
     from ckptman.policies.calendar import KeepMonthly as KeepMonthly
@@ -168,10 +172,6 @@ if TYPE_CHECKING:
     from ckptman.runtime.signals import SignalHandler as SignalHandler
     from ckptman.runtime.tracker import TrackedRun as TrackedRun
     from ckptman.runtime.tracker import Tracker as Tracker
-    from ckptman.state.generators import RNGState as RNGState
-    from ckptman.state.rank_values import FromRank0 as FromRank0
-    from ckptman.state.rank_values import PerRank as PerRank
-    from ckptman.state.trainable import Trainable as Trainable
     from ckptman.tools.copy import copy as copy
     from ckptman.tools.diff.compare import diff as diff
     from ckptman.tools.exporting.export import export as export

@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from ckptman._tracebacks import short_traceback
-from ckptman.catalog.reader_lease import held, refuse_gone
-from ckptman.comm.control_group import AllRanks, Channel, RankFailed, failing_as_one
-from ckptman.comm.frozen import agree_on_frozen
-from ckptman.comm.replicas import compare_replicas
+from ckptman.engine.comm.control_group import AllRanks, Channel, RankFailed, failing_as_one
+from ckptman.engine.comm.frozen import agree_on_frozen
+from ckptman.engine.comm.replicas import compare_replicas
+from ckptman.engine.loading.accepted import EVERYTHING, Accepted, Skipped
+from ckptman.engine.loading.loader import load as load_checkpoint
+from ckptman.engine.saving.refused_values import warn_of_refused
+from ckptman.engine.saving.write_plan import RankFile, plan_save, signature_of
+from ckptman.engine.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
+from ckptman.engine.state.file_layout import pickled
+from ckptman.engine.state.named_state import Snapshot, snapshot
+from ckptman.engine.state.wrappers import UnwrappedState, unwrap
 from ckptman.errors import CommitError, CorruptError, NotFoundError, warn_only
-from ckptman.format.manifest import Replicas
-from ckptman.io.durable_files import DISK
-from ckptman.loading.accepted import EVERYTHING, Accepted, Skipped
-from ckptman.loading.loader import load as load_checkpoint
 from ckptman.run import at_newest, meant_by
-from ckptman.saving.refused_values import warn_of_refused
-from ckptman.saving.write_plan import RankFile, plan_save, signature_of
-from ckptman.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
 from ckptman.session.arguments import step_number
-from ckptman.state.file_layout import pickled
-from ckptman.state.named_state import Snapshot, snapshot
-from ckptman.state.wrappers import UnwrappedState, unwrap
+from ckptman.storage.catalog.reader_lease import held, refuse_gone
+from ckptman.storage.format.manifest import Replicas
+from ckptman.storage.io.durable_files import DISK
 
 TIMEOUT_SECONDS = 1800.0
 _COMPARED: dict[int, Replicas | None] = {}

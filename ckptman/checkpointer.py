@@ -16,11 +16,25 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 
 from ckptman._tracebacks import short_traceback
-from ckptman.catalog.backends.tiered import backend_for
-from ckptman.comm.control_group import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
-from ckptman.comm.frozen import agree_on_frozen
 from ckptman.data.persistent_workers import warn_of_persistent_workers
 from ckptman.data.resumable_loader import ResumableLoader
+from ckptman.engine.comm.control_group import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
+from ckptman.engine.comm.frozen import agree_on_frozen
+from ckptman.engine.loading.accepted import Accepted
+from ckptman.engine.loading.other_weights import OtherWeights
+from ckptman.engine.saving.finite_check import OnNonfinite
+from ckptman.engine.saving.memory_saves import MemorySaves
+from ckptman.engine.saving.retention_runner import OnFull, RetentionRunner
+from ckptman.engine.saving.saver import Preflight, Saver
+from ckptman.engine.saving.writer import SaveReport
+from ckptman.engine.state.asked_settings import asked_settings, replaced, texts_of
+from ckptman.engine.state.grown_buffers import GrownBuffers
+from ckptman.engine.state.named_state import Snapshot, check_plain_values, is_settled
+from ckptman.engine.state.step_record import OptimizerHooks, Recorded, StepRecorder
+from ckptman.engine.state.trainable import Trainable, module_of
+from ckptman.engine.state.unsaved_values import SavedPlainValues, UnsavedValues, modules_of_user, optimizers_of_user
+from ckptman.engine.state.way_back import refuse_one_way_modules
+from ckptman.engine.state.wrappers import UnwrappedState
 from ckptman.errors import (
     EXIT_AGAIN,
     EXIT_OK,
@@ -31,10 +45,6 @@ from ckptman.errors import (
     warn,
     warn_only,
 )
-from ckptman.format.paths import MAX_STEP
-from ckptman.io.durable_files import DISK
-from ckptman.loading.accepted import Accepted
-from ckptman.loading.other_weights import OtherWeights
 from ckptman.policies.memory_tier import MemoryTier
 from ckptman.policies.retention import RetentionPolicy
 from ckptman.policies.save_policies import OnStop, SavePolicy
@@ -46,11 +56,6 @@ from ckptman.runtime.log import show_by_default
 from ckptman.runtime.notify import Notify
 from ckptman.runtime.signals import SignalHandler, free_signals
 from ckptman.runtime.tracker import Tracker
-from ckptman.saving.finite_check import OnNonfinite
-from ckptman.saving.memory_saves import MemorySaves
-from ckptman.saving.retention_runner import OnFull, RetentionRunner
-from ckptman.saving.saver import Preflight, Saver
-from ckptman.saving.writer import SaveReport
 from ckptman.session.arguments import (
     check_arguments,
     check_metrics,
@@ -74,14 +79,9 @@ from ckptman.session.step_consensus import Agreed, StepConsensus
 from ckptman.session.step_reporter import StepReporter
 from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import RankWatchdog, Setting
-from ckptman.state.asked_settings import asked_settings, replaced, texts_of
-from ckptman.state.grown_buffers import GrownBuffers
-from ckptman.state.named_state import Snapshot, check_plain_values, is_settled
-from ckptman.state.step_record import OptimizerHooks, Recorded, StepRecorder
-from ckptman.state.trainable import Trainable, module_of
-from ckptman.state.unsaved_values import SavedPlainValues, UnsavedValues, modules_of_user, optimizers_of_user
-from ckptman.state.way_back import refuse_one_way_modules
-from ckptman.state.wrappers import UnwrappedState
+from ckptman.storage.catalog.backends.tiered import backend_for
+from ckptman.storage.format.paths import MAX_STEP
+from ckptman.storage.io.durable_files import DISK
 
 _REGULAR = (None, EXIT_OK, EXIT_AGAIN)
 """Codes of a SystemExit with which a loop leaves its block in order."""

@@ -11,12 +11,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from ckptman.catalog.catalog import Catalog, Entry, Until, any_will_do
-from ckptman.catalog.reader_lease import GoneError
-from ckptman.catalog.root_checks import check_is_folder
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, plain
-from ckptman.format.foreign import recognize
-from ckptman.format.paths import (
+from ckptman.policies.crash_loop import crashes_of, suspects
+from ckptman.policies.retention_rules import KeepBest
+from ckptman.runtime.journal import read_journal
+from ckptman.runtime.metrics_log import metric_names, read_metric
+from ckptman.runtime.outcome import read_outcome
+from ckptman.storage.catalog.catalog import Catalog, Entry, Until, any_will_do
+from ckptman.storage.catalog.reader_lease import GoneError
+from ckptman.storage.catalog.root_checks import check_is_folder
+from ckptman.storage.format.foreign import recognize
+from ckptman.storage.format.paths import (
     METADATA,
     check_is_no_checkpoint,
     is_checkpoint,
@@ -24,11 +29,6 @@ from ckptman.format.paths import (
     metrics_path,
     outcome_path,
 )
-from ckptman.policies.crash_loop import crashes_of, suspects
-from ckptman.policies.retention_rules import KeepBest
-from ckptman.runtime.journal import read_journal
-from ckptman.runtime.metrics_log import metric_names, read_metric
-from ckptman.runtime.outcome import read_outcome
 
 T = TypeVar("T")
 _LOOKS = 10

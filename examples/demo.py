@@ -26,10 +26,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from ckptman.catalog.catalog import Catalog
 from ckptman.errors import CkptmanError
-from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.format.paths import journal_path
 
 SAVE_EVERY_STEPS = 8
 GLOBAL_BATCH = 8

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
-from ckptman.format.manifest import read_manifest
-from ckptman.io.durable_files import Disk
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.io.durable_files import Disk
 from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
 
@@ -87,8 +87,8 @@ _FORKS = """
 import atexit, os, sys
 import torch
 import torch.distributed.checkpoint as dcp
-import ckptman.dcp.storage
-from ckptman.io.durable_files import Disk
+import ckptman.engine.dcp.storage
+from ckptman.storage.io.durable_files import Disk
 
 class Forks(Disk):
     def sync_file(self, fd):
@@ -99,7 +99,7 @@ class Forks(Disk):
         os.waitpid(child, 0)
         super().sync_file(fd)
 
-ckptman.dcp.storage.DISK = Forks()
+ckptman.engine.dcp.storage.DISK = Forks()
 dcp.save({"x": torch.ones(3)}, storage_writer=ckptman.StorageWriter(sys.argv[1]), no_dist=True)
 """
 

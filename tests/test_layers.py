@@ -57,8 +57,8 @@ def private_names_of_torch(where, tree):
 
 
 def durable_calls_elsewhere(where, tree):
-    """Calls that flush, rename or remove files outside of `io/durable_files.py`, unless they are made on a `Disk`."""
-    if where == "io/durable_files.py":
+    """Calls that flush, rename or remove files outside of `durable_files.py`, unless they are made on a `Disk`."""
+    if where == "storage/io/durable_files.py":
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil", "pathlib"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import ckptman
-from ckptman.scheduler.slurm.templates import render_template
+from ckptman.jobs.slurm.templates import render_template
 
 REPOSITORY = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow

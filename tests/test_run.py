@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.catalog.pins import pin
-from ckptman.catalog.verified import remember_damage
-from ckptman.format.paths import journal_path
-from ckptman.io.durable_files import DISK
 from ckptman.runtime.journal import Journal
+from ckptman.storage.catalog.pins import pin
+from ckptman.storage.catalog.verified import remember_damage
+from ckptman.storage.format.paths import journal_path
+from ckptman.storage.io.durable_files import DISK
 from tests.helpers.checkpoints import commit
 
 

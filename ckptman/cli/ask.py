@@ -13,11 +13,11 @@ from ckptman.cli import console
 from ckptman.cli.options import option, parse_seconds
 from ckptman.cli.select import Root
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError
-from ckptman.format.paths import Ask
+from ckptman.storage.format.paths import Ask
 
 if TYPE_CHECKING:
-    from ckptman.catalog.writer_lock import Owner
-    from ckptman.monitoring.status import Status
+    from ckptman.storage.catalog.writer_lock import Owner
+    from ckptman.tools.monitoring.status import Status
 
 POLL_SECONDS = 0.5
 _MEANING = {
@@ -41,9 +41,9 @@ def ask(
 
     The request is a file in ROOT, so this works from any machine and container that can write there.
     """
-    from ckptman.catalog.writer_lock import read_owner
-    from ckptman.monitoring.status import read_status
     from ckptman.runtime.requests import leave
+    from ckptman.storage.catalog.writer_lock import read_owner
+    from ckptman.tools.monitoring.status import read_status
 
     if what not in get_args(Ask):
         raise ConfigError(f"the request is save, stop or hold, not {what!r}")
@@ -67,8 +67,8 @@ def _hold(run: Status) -> None:
     if not run.chain:
         console.say("The run is in no chain: hold is the same as stop.")
         return
-    from ckptman.scheduler.chain_record import Chain
-    from ckptman.scheduler.slurm.control import hold
+    from ckptman.jobs.chain_record import Chain
+    from ckptman.jobs.slurm.control import hold
 
     chain = Chain(Path(run.chain))
     hold(chain, time.time())
@@ -78,9 +78,9 @@ def _hold(run: Status) -> None:
 
 
 def _answer(root: Path, request: str, owner: Owner, timeout_seconds: float) -> Mapping[str, Any]:
-    from ckptman.catalog.writer_lock import is_alive
     from ckptman.policies.intervals import duration_text
     from ckptman.runtime.requests import answer
+    from ckptman.storage.catalog.writer_lock import is_alive
 
     until = time.monotonic() + timeout_seconds
     while True:

@@ -18,9 +18,9 @@ from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.errors import CkptmanError, ConfigError
 
 if TYPE_CHECKING:
-    from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord
-    from ckptman.scheduler.slurm.commands import Job, Slurm
-    from ckptman.scheduler.slurm.control import ChainStatus
+    from ckptman.jobs.chain_record import AttemptRecord, Chain, EndRecord
+    from ckptman.jobs.slurm.commands import Job, Slurm
+    from ckptman.jobs.slurm.control import ChainStatus
 
 LINES_SHOWN = 20
 MOST_COMMAND = 40
@@ -47,8 +47,8 @@ def list_chains(
     as_json: AsJson = False,
 ) -> None:
     """List the chains that were submitted from a directory."""
-    from ckptman.scheduler.chain_record import find_chains
-    from ckptman.scheduler.local_record import is_gone
+    from ckptman.jobs.chain_record import find_chains
+    from ckptman.jobs.local_record import is_gone
 
     chains = [(each, each.spec, each.state, each.attempts(), each.jobs()) for each in find_chains(folder.resolve())]
     if as_json:
@@ -144,7 +144,7 @@ def show_logs(
 @chain_app.command("cancel", cls=Verb)
 def cancel_chain(name: Name = None) -> None:
     """End a chain. The attempt that runs gets SIGTERM, and the time that the cluster gives, to save."""
-    from ckptman.scheduler.slurm.control import cancel
+    from ckptman.jobs.slurm.control import cancel
 
     _act(name, cancel)
 
@@ -152,7 +152,7 @@ def cancel_chain(name: Name = None) -> None:
 @chain_app.command("pause", cls=Verb)
 def pause_chain(name: Name = None) -> None:
     """Start no further attempt. The one that runs goes on to its end."""
-    from ckptman.scheduler.slurm.control import pause
+    from ckptman.jobs.slurm.control import pause
 
     _act(name, pause)
 
@@ -165,19 +165,19 @@ def resume_chain(
     ] = False,
 ) -> None:
     """Continue a chain that was paused, or that crashes or a limit have stopped."""
-    from ckptman.scheduler.slurm.control import resume
+    from ckptman.jobs.slurm.control import resume
 
     _act(name, partial(resume, start_over=start_over))
 
 
 def _find(name: str | None) -> Chain:
-    from ckptman.scheduler.slurm.control import named
+    from ckptman.jobs.slurm.control import named
 
     return named(name, Path.cwd())
 
 
 def _seen(chain: Chain) -> ChainStatus:
-    from ckptman.scheduler.slurm.control import ChainStatus, glance
+    from ckptman.jobs.slurm.control import ChainStatus, glance
 
     if chain.spec.scheduler == "local":
         return ChainStatus(chain.state, chain.attempts(), chain.ends(), [])
@@ -185,7 +185,7 @@ def _seen(chain: Chain) -> ChainStatus:
 
 
 def _act(name: str | None, what: Callable[[Chain, Slurm, float], ChainStatus]) -> None:
-    from ckptman.scheduler.slurm.submission import slurm_of
+    from ckptman.jobs.slurm.submission import slurm_of
 
     chain = _find(name)
     if (spec := chain.spec).scheduler == "local":
@@ -198,7 +198,7 @@ def _act(name: str | None, what: Callable[[Chain, Slurm, float], ChainStatus]) -
 
 def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
     if as_json:
-        from ckptman.scheduler.history import restart_gaps
+        from ckptman.jobs.history import restart_gaps
 
         console.say_json(
             {
@@ -212,7 +212,7 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
             }
         )
         return
-    from ckptman.scheduler.local_record import is_gone
+    from ckptman.jobs.local_record import is_gone
 
     now = time.time()
     console.say(f"{console.plain(chain.folder.name)}: {_painted(seen.state.state)}, {headline(chain, seen)}")
@@ -265,7 +265,7 @@ def why_it_waits(chain: Chain, job: Job) -> str:
 
 def _pause(chain: Chain) -> str:
     """Return how long the pause of a chain lasts after a crash, in words."""
-    from ckptman.scheduler.history import following
+    from ckptman.jobs.history import following
 
     ends, now = chain.ends(), time.time()
     if ends and (delay := following(chain, now).delay_seconds):
@@ -296,7 +296,7 @@ def _row(attempt: AttemptRecord, end: EndRecord | None, now: float, *, is_over: 
 
 
 def _show_times(chain: Chain) -> None:
-    from ckptman.scheduler.history import restart_gaps
+    from ckptman.jobs.history import restart_gaps
 
     def seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:,.1f}"

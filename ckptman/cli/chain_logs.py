@@ -15,10 +15,10 @@ import typer
 
 from ckptman.cli import console
 from ckptman.errors import ConfigError, NotFoundError
-from ckptman.scheduler.local_record import is_gone
+from ckptman.jobs.local_record import is_gone
 
 if TYPE_CHECKING:
-    from ckptman.scheduler.chain_record import AttemptRecord, Chain
+    from ckptman.jobs.chain_record import AttemptRecord, Chain
 
 POLL_SECONDS, QUIET_SECONDS = 1.0, 60.0
 """How often a log is looked at, and after how long without a word a chain that ended is left though its last attempt

@@ -9,8 +9,8 @@ from ckptman.cli import console
 from ckptman.errors import EXIT_AGAIN, NotFoundError
 
 if TYPE_CHECKING:
-    from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord
-    from ckptman.scheduler.slurm.control import ChainStatus
+    from ckptman.jobs.chain_record import AttemptRecord, Chain, EndRecord
+    from ckptman.jobs.slurm.control import ChainStatus
 
 _ENDINGS = {"crashed": "crashed", "interrupted": "was interrupted", "stopped": "stopped", "finished": "finished"}
 _REACTIONS = {
@@ -68,7 +68,7 @@ def _head(attempt: AttemptRecord | None, end: EndRecord) -> str:
 
 
 def _reaction(chain: Chain, seen: ChainStatus, end: EndRecord) -> str:
-    from ckptman.scheduler.history import following
+    from ckptman.jobs.history import following
 
     limit = chain.spec.crash_limit
     if end.reaction == "count" and end.number == max(seen.ends):
@@ -93,7 +93,7 @@ def _limit(seen: ChainStatus, end: EndRecord) -> str:
 
 def _remedy(chain: Chain, end: EndRecord) -> str:
     """Return what a user can do about the cause of an end; "" if there is nothing."""
-    from ckptman.scheduler.causes import Cause
+    from ckptman.jobs.causes import Cause
 
     if not end.cause or end.ending == "finished":
         return ""
@@ -124,7 +124,7 @@ def _end_of(chain: Chain, seen: ChainStatus, number: int | None) -> EndRecord:
 def _what_next(chain: Chain, seen: ChainStatus, end: EndRecord) -> str:
     """Return what the chain does, or what the user has to do, with the command."""
     from ckptman.cli.chain import why_it_waits
-    from ckptman.scheduler.local_record import is_gone
+    from ckptman.jobs.local_record import is_gone
 
     state, resume = seen.state.state, f"ckptman chain resume {chain.folder.name}"
     if chain.spec.scheduler == "local":

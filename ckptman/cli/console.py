@@ -20,7 +20,7 @@ from ckptman.errors import plain as plain
 from ckptman.policies.retention_rules import bytes_text, is_known_time
 
 if TYPE_CHECKING:
-    from ckptman.format.manifest import Mesh
+    from ckptman.storage.format.manifest import Mesh
 
 LEAST_LAST_COLUMN = 24
 """Columns that the last column of a table is folded to at least."""

@@ -23,12 +23,12 @@ from ckptman.errors import (
     NotFoundError,
     RootError,
 )
-from ckptman.format.paths import is_checkpoint
+from ckptman.storage.format.paths import is_checkpoint
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.backend import Backend
-    from ckptman.catalog.catalog import Entry
-    from ckptman.transfer.copy import Copied, CopyOptions
+    from ckptman.storage.catalog.backends.backend import Backend
+    from ckptman.storage.catalog.catalog import Entry
+    from ckptman.storage.transfer.copy import Copied, CopyOptions
 
 Source = Annotated[
     str, path_argument("SRC", "A checkpoint, or a root (then its newest checkpoint), or s3://bucket/prefix.")
@@ -61,11 +61,11 @@ def copy(
     Interrupted, it goes on from where it was when it is run again. A copy keeps its name, step and sequence. One that
     is there already is not copied again.
     """
-    from ckptman.catalog.backends.backend import find_url, open_backend
-    from ckptman.catalog.reader_lease import GoneError
-    from ckptman.format.paths import parse_step
-    from ckptman.transfer.copy import CopyOptions, copy_foreign
-    from ckptman.transfer.progress import Limit
+    from ckptman.storage.catalog.backends.backend import find_url, open_backend
+    from ckptman.storage.catalog.reader_lease import GoneError
+    from ckptman.storage.format.paths import parse_step
+    from ckptman.storage.transfer.copy import CopyOptions, copy_foreign
+    from ckptman.storage.transfer.progress import Limit
 
     check_threads("copy", threads)
     shared = None if limit is None else Limit(parse_rate("--limit", limit))
@@ -140,10 +140,10 @@ class _Job:
 
     def attempt(self, entry: Entry, place: Backend, source: Backend | None = None) -> None:
         """Copy one. Raises: what went wrong; of several, only what keeps the others from being copied, too."""
-        from ckptman.catalog.backends.drafts import BusyCopyingError
-        from ckptman.catalog.backends.source import SourceError
-        from ckptman.catalog.reader_lease import GoneError
-        from ckptman.transfer.copy import copy_checkpoint
+        from ckptman.storage.catalog.backends.drafts import BusyCopyingError
+        from ckptman.storage.catalog.backends.source import SourceError
+        from ckptman.storage.catalog.reader_lease import GoneError
+        from ckptman.storage.transfer.copy import copy_checkpoint
 
         try:
             with copy_progress(f"step {entry.step}") as meter:

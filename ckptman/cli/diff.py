@@ -13,8 +13,8 @@ from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.progress import progress
 from ckptman.cli.select import choose, is_foreign
 from ckptman.errors import ConfigError, NotFoundError
-from ckptman.format.paths import is_checkpoint
 from ckptman.policies.parameters import check_count
+from ckptman.storage.format.paths import is_checkpoint
 
 DIFFERENT = 1
 """The exit code of a diff that found something, as of the diff that everybody knows."""

@@ -13,7 +13,7 @@ from ckptman.cli import console
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ckptman.format.manifest import Manifest
+    from ckptman.storage.format.manifest import Manifest
     from ckptman.tools.diff.compare import Diff, Group
     from ckptman.tools.diff.diff import TensorDiff
     from ckptman.tools.diff.difference import Difference
@@ -106,7 +106,7 @@ def _tensor_dict(tensor: TensorDiff) -> dict[str, Any]:
 
 
 def _value_dict(value: ValueDiff) -> dict[str, Any]:
-    from ckptman.format.value_codec import encode
+    from ckptman.storage.format.value_codec import encode
     from ckptman.tools.diff.values import MISSING
 
     fields: dict[str, Any] = {"name": value.name, "kind": value.kind}

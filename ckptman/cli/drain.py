@@ -19,8 +19,8 @@ from ckptman.errors import ConfigError, CorruptError, RootError
 
 if TYPE_CHECKING:
     from ckptman.policies.tiers import Tier
-    from ckptman.transfer.copy import CopyOptions
-    from ckptman.transfer.drain import Drained, DrainPlan, DrainTask
+    from ckptman.storage.transfer.copy import CopyOptions
+    from ckptman.storage.transfer.drain import Drained, DrainPlan, DrainTask
 
 To = Annotated[str | None, option("--to", "PLACE", "A folder or s3://..., instead of the tiers.")]
 Every = Annotated[int, typer.Option("--every", metavar="N", help="With --to: each N-th commit.")]
@@ -47,9 +47,9 @@ def drain(
     The tiers are those that the run was started with; each copy is proved before it counts, and each tier is pruned by
     its own rules. Nothing is deleted in ROOT: its own retention does that, once the copies are there.
     """
-    from ckptman.transfer.copy import CopyOptions
-    from ckptman.transfer.drain import carry_out, plan_drain, prepare
-    from ckptman.transfer.progress import Limit
+    from ckptman.storage.transfer.copy import CopyOptions
+    from ckptman.storage.transfer.drain import carry_out, plan_drain, prepare
+    from ckptman.storage.transfer.progress import Limit
 
     if not 0 < poll < 1e6:
         raise ConfigError(f"--poll: seconds above 0, not {poll:g}")
@@ -94,8 +94,8 @@ def drain(
 
 
 def _tiers(root: Path, to: str | None, every: int, make: bool) -> tuple[Tier, ...]:
-    from ckptman.catalog.tiers import absolute, check_tiers, make_tiers, read_tiers
     from ckptman.policies.tiers import Tier
+    from ckptman.storage.catalog.tiers import absolute, check_tiers, make_tiers, read_tiers
 
     if to is None:
         found = read_tiers(root)
@@ -112,8 +112,8 @@ def _tiers(root: Path, to: str | None, every: int, make: bool) -> tuple[Tier, ..
 
 
 def _is_finished(root: Path) -> bool:
-    from ckptman.format.paths import outcome_path
     from ckptman.runtime.outcome import read_outcome
+    from ckptman.storage.format.paths import outcome_path
 
     try:
         found = read_outcome(outcome_path(root))
@@ -183,7 +183,7 @@ def _as_dict(drained: Drained) -> dict[str, Any]:
 
 def _raise_worst(done: list[Drained], plan: DrainPlan) -> None:
     """Raise the first of what went wrong, if anything did."""
-    from ckptman.catalog.reader_lease import GoneError
+    from ckptman.storage.catalog.reader_lease import GoneError
 
     for each in done:
         # What was deleted since it was listed, the next drain knows.

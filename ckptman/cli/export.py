@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from ckptman.catalog.root_checks import check_is_folder
 from ckptman.cli import console
 from ckptman.cli.options import AsJson, option, parse_size
 from ckptman.cli.progress import progress
 from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
 from ckptman.errors import ConfigError
+from ckptman.storage.catalog.root_checks import check_is_folder
 
 if TYPE_CHECKING:
     from ckptman.tools.exporting.target import Format

@@ -19,14 +19,14 @@ from ckptman.cli.options import AsJson, path_argument
 from ckptman.cli.select import roots_of
 from ckptman.cli.suggest import roots_near
 from ckptman.errors import CkptmanError, NotFoundError
-from ckptman.format.foreign import ForeignCheckpoint, foreign_in
-from ckptman.format.paths import check_is_no_checkpoint
+from ckptman.storage.format.foreign import ForeignCheckpoint, foreign_in
+from ckptman.storage.format.paths import check_is_no_checkpoint
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.node_memory import NodeMemory, Part
-    from ckptman.catalog.catalog import Entry
-    from ckptman.catalog.verified import Verified
-    from ckptman.format.paths import StepName
+    from ckptman.storage.catalog.backends.node_memory import NodeMemory, Part
+    from ckptman.storage.catalog.catalog import Entry
+    from ckptman.storage.catalog.verified import Verified
+    from ckptman.storage.format.paths import StepName
 
 SIZES_SHOWN = 4
 DROPPED = ("mesh", "ranks", "verified", "metrics")
@@ -42,7 +42,7 @@ def list_checkpoints(root: Roots, as_json: AsJson = False) -> None:
     Oldest commit first: the last that is complete and finite is what a run restores. Of several roots, a line for each;
     one that cannot be read keeps no other from being listed, and the exit code is that of the first such.
     """
-    from ckptman.catalog.backends.backend import find_url
+    from ckptman.storage.catalog.backends.backend import find_url
 
     found: dict[str | Path, None] = {}
     several = len(root) > 1
@@ -114,11 +114,11 @@ class _Listing:
 
 def _look(root: str | Path) -> _Listing:
     """Look under a root, or an address. Raises: NotFoundError, RootError, ConfigError."""
-    from ckptman.catalog.catalog import Catalog
-    from ckptman.catalog.verified import VERIFIED, read_verified
+    from ckptman.storage.catalog.catalog import Catalog
+    from ckptman.storage.catalog.verified import VERIFIED, read_verified
 
     if isinstance(root, str):  # where there are no notes and no leftovers
-        from ckptman.catalog.backends.object_store import ObjectBackend
+        from ckptman.storage.catalog.backends.object_store import ObjectBackend
 
         return _Listing(root, ObjectBackend(root).look(abandoned=True))
     check_is_no_checkpoint(root)

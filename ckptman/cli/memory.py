@@ -14,11 +14,11 @@ from ckptman.cli.help import Group, Verb
 from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.select import Root
 from ckptman.errors import CkptmanError, ConfigError
-from ckptman.format import paths
+from ckptman.storage.format import paths
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.node_memory import NodeMemory, Owner, Part
-    from ckptman.transfer.flush import Flushed
+    from ckptman.storage.catalog.backends.node_memory import NodeMemory, Owner, Part
+    from ckptman.storage.transfer.flush import Flushed
 
 memory_app = typer.Typer(
     help="Checkpoints in the memory of this node: see them, bring them to disk, remove them.",
@@ -45,7 +45,7 @@ def list_memory(path: Where = paths.MEMORY_PATH, as_json: AsJson = False) -> Non
 
     A part is what one rank saved; each is on several nodes, and a checkpoint may be complete between them.
     """
-    from ckptman.catalog.backends.node_memory import found_on, left_behind
+    from ckptman.storage.catalog.backends.node_memory import found_on, left_behind
 
     base = Path(path)
     left = {each.folder for each in left_behind(base, _ended(base))}
@@ -86,11 +86,11 @@ def flush_memory(
     ROOT`. Each node brings its share. Where the disk has what is as new, nothing is done. Exit code 3: the nodes that
     are left have not all parts of it. 11: the run is alive.
     """
-    from ckptman.catalog.backends.node_memory import NodeMemory
-    from ckptman.catalog.tier_identity import read_identity
     from ckptman.policies.parameters import check_count, check_positive
     from ckptman.runtime.outcome import this_node
-    from ckptman.transfer.flush import flush
+    from ckptman.storage.catalog.backends.node_memory import NodeMemory
+    from ckptman.storage.catalog.tier_identity import read_identity
+    from ckptman.storage.transfer.flush import flush
 
     check_positive("memory flush", "--timeout", timeout)
     step_nodes = os.environ.get("SLURM_STEP_NUM_NODES", "")
@@ -118,7 +118,7 @@ def clear_memory(root: OneRoot = None, all_dead: AllDead = False, path: Where = 
 
     Never what a run that is alive has: exit code 2.
     """
-    from ckptman.catalog.backends.node_memory import found_on, left_behind
+    from ckptman.storage.catalog.backends.node_memory import found_on, left_behind
 
     if (root is None) != all_dead:
         raise ConfigError("say which: the ROOT of the run, or --all-dead for all runs that are over")
@@ -148,8 +148,8 @@ def in_memory(root: Path) -> list[tuple[NodeMemory, Part]]:
     base = Path(paths.MEMORY_PATH)
     if not os.path.lexists(paths.user_folder(base)):  # as a rule, and it costs nothing
         return []
-    from ckptman.catalog.backends.node_memory import found_on
-    from ckptman.catalog.tier_identity import read_identity
+    from ckptman.storage.catalog.backends.node_memory import found_on
+    from ckptman.storage.catalog.tier_identity import read_identity
 
     try:
         identity = read_identity(root)
@@ -163,8 +163,8 @@ def superseded(root: Path) -> list[NodeMemory]:
     base, mine = Path(paths.MEMORY_PATH), {each.folder for each, _ in in_memory(root)}
     if not mine:
         return []
-    from ckptman.catalog.backends.node_memory import left_behind
-    from ckptman.catalog.catalog import Catalog, any_will_do, attempt_and_step
+    from ckptman.storage.catalog.backends.node_memory import left_behind
+    from ckptman.storage.catalog.catalog import Catalog, any_will_do, attempt_and_step
 
     newest = attempt_and_step(Catalog(root).scan(until=any_will_do))
     return [
@@ -176,8 +176,8 @@ def superseded(root: Path) -> list[NodeMemory]:
 
 
 def _ended(base: Path) -> dict[str, bool]:
-    from ckptman.catalog.backends.node_memory import job_ids
-    from ckptman.scheduler.slurm.commands import ended_jobs
+    from ckptman.jobs.slurm.commands import ended_jobs
+    from ckptman.storage.catalog.backends.node_memory import job_ids
 
     return ended_jobs(job_ids(base), os.environ)
 
@@ -203,7 +203,7 @@ def _why_alive(memory: NodeMemory) -> str:
 
 def _is_of(memory: NodeMemory, root: str) -> bool:
     """Return whether it is of a root, which may be gone."""
-    from ckptman.catalog.tier_identity import read_identity
+    from ckptman.storage.catalog.tier_identity import read_identity
 
     owner = _owner(memory)
     return memory.root_id == read_identity(Path(root)) or (
@@ -221,8 +221,8 @@ def clear(memory: NodeMemory) -> int:
 
 
 def _note(root: Path, done: Flushed) -> None:
-    from ckptman.format.paths import journal_path
     from ckptman.runtime.journal import Journal
+    from ckptman.storage.format.paths import journal_path
 
     if done.committed is not None:
         journal = Journal(journal_path(root))

@@ -221,7 +221,7 @@ def _of_config(written: PlanOptions) -> Subject:
 
 
 def _of_model(written: PlanOptions, model: str) -> Subject:
-    from ckptman.state.meta_model import tensors_of
+    from ckptman.engine.state.meta_model import tensors_of
 
     names = tensors_of(model)
     trained, others = parameter_count(names), sum(each.elements for each in frozen(names))
@@ -328,7 +328,7 @@ def _tier(written: str, nodes: int, gpus: int) -> TierRates:
 
 def _measured(name: str, folder: Path) -> tuple[float, float]:
     """Return the bytes per second that this node writes and reads there."""
-    from ckptman.doctor.examine import examine
+    from ckptman.tools.doctor.examine import examine
 
     found = {each.name: each.figures for each in examine(folder)}
     write, read = (found.get(each, {}).get("bytes_per_second") for each in ("write", "read"))

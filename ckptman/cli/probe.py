@@ -29,7 +29,7 @@ from ckptman.policies.retention_rules import size_text
 if TYPE_CHECKING:
     from ckptman.data.loader_source import LoaderSource
     from ckptman.data.probe import Measurement, Pass, Probed
-    from ckptman.doctor.mount import Family, Mount
+    from ckptman.tools.doctor.mount import Family, Mount
     from ckptman.train.config import Config
 
 MOST_SECONDS = 3600
@@ -204,9 +204,9 @@ def _with_journal(root: Path) -> str | None:
 
 
 def _steps_per_second(root: str) -> float | None:
-    from ckptman.format.paths import journal_path
     from ckptman.runtime.journal import read_journal
     from ckptman.runtime.measurements import steps_per_second
+    from ckptman.storage.format.paths import journal_path
 
     return steps_per_second(read_journal(journal_path(Path(root)))[0])
 
@@ -233,7 +233,7 @@ def _rates(measurements: Sequence[Measurement]) -> list[tuple[int, float]]:
 
 def _place(files: Sequence[str]) -> tuple[Mount, Family] | None:
     """Return the mount that most files of the data are on; None: that is not known."""
-    from ckptman.doctor.mount import family_of, find_mount, read_mounts
+    from ckptman.tools.doctor.mount import family_of, find_mount, read_mounts
 
     mounts = read_mounts()
     found = Counter(filter(None, (find_mount(mounts, str(Path(each).resolve())) for each in files)))

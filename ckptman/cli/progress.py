@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from ckptman.forecast.transfer_time import Remaining
-    from ckptman.transfer.progress import Meter
+    from ckptman.storage.transfer.progress import Meter
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
 @contextmanager
 def copy_progress(name: str) -> Iterator[Meter]:
     """Yield the meter of a copy, and show its phase, speed and remaining time."""
-    from ckptman.transfer.progress import Meter
+    from ckptman.storage.transfer.progress import Meter
 
     if not sys.stderr.isatty():
         yield Meter()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.catalog.root_checks import check_is_root
 from ckptman.cli import console
 from ckptman.cli.memory import clear, superseded
 from ckptman.cli.options import (
@@ -37,7 +36,8 @@ from ckptman.cli.progress import progress
 from ckptman.cli.prune_report import as_dict, lines, summary
 from ckptman.cli.select import roots_of
 from ckptman.errors import CkptmanError, ConfigError, RootError
-from ckptman.format.foreign import foreign_in
+from ckptman.storage.catalog.root_checks import check_is_root
+from ckptman.storage.format.foreign import foreign_in
 
 if TYPE_CHECKING:
     from ckptman.policies.retention_rules import RetentionPolicy
@@ -138,7 +138,7 @@ def prune(
 
 def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
     """Prune each root, whatever becomes of the others. Ends with the exit code of the first that failed."""
-    from ckptman.catalog.reader_lease import look
+    from ckptman.storage.catalog.reader_lease import look
 
     for path in paths:
         # From now on all their readers are being watched, and not those of one root after the other.
@@ -176,8 +176,8 @@ def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
 
 def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError | None]:
     """Prune one root, say what was done, and return it as data; and what could not be removed. Raises: CkptmanError."""
-    from ckptman.catalog.orphans import Leftover
-    from ckptman.catalog.prune import Pruned, one_at_a_time, plan_prune
+    from ckptman.storage.catalog.orphans import Leftover
+    from ckptman.storage.catalog.prune import Pruned, one_at_a_time, plan_prune
     from ckptman.tools.manage import carry_out, policy_for
 
     check_is_root(root)

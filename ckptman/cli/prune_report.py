@@ -10,11 +10,11 @@ from ckptman.cli import console
 from ckptman.cli.list import short_problem
 
 if TYPE_CHECKING:
-    from ckptman.catalog.catalog import Entry
-    from ckptman.catalog.orphans import Leftover
-    from ckptman.catalog.prune import Pruned, PrunePlan
-    from ckptman.format.foreign import ForeignCheckpoint
     from ckptman.policies.retention import Verdict
+    from ckptman.storage.catalog.catalog import Entry
+    from ckptman.storage.catalog.orphans import Leftover
+    from ckptman.storage.catalog.prune import Pruned, PrunePlan
+    from ckptman.storage.format.foreign import ForeignCheckpoint
 
 
 def lines(plan: PrunePlan, with_checkpoints: bool) -> list[str]:
@@ -40,7 +40,7 @@ def _ignored_row(entry: Entry, why: str) -> tuple[str, ...]:
 
 
 def _is_stranger(entry: Entry) -> bool:
-    from ckptman.format.paths import parse_step
+    from ckptman.storage.format.paths import parse_step
 
     parsed = parse_step(entry.path.name)
     return parsed is None or parsed.kind in ("tmp", "old", "trash")

@@ -14,7 +14,7 @@ from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ckptman.monitoring.report import RunReport
+    from ckptman.tools.monitoring.report import RunReport
 
 ATTEMPTS_SHOWN, MOST_REASON = 20, 100
 
@@ -30,15 +30,15 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Show where the hours of runs went: training that counted, lost, saving, restoring, starting, queueing."""
-    from ckptman.monitoring.report import as_data, read_reports
+    from ckptman.tools.monitoring.report import as_data, read_reports
 
     if html is not None and (not html.name or html.is_dir()):
         raise ConfigError(f"--html: the name of a file, such as report.html, not {str(html)!r}")
     now = time.time()
     found = read_reports(roots, now, slurm=not no_slurm)
     if html is not None:
-        from ckptman.io.durable_files import DISK
-        from ckptman.monitoring.page import make_page
+        from ckptman.storage.io.durable_files import DISK
+        from ckptman.tools.monitoring.page import make_page
 
         page = make_page(found, now)
         DISK.make_folders(html.absolute().parent)
@@ -50,8 +50,8 @@ def report(
 
 
 def _lines(found: Sequence[RunReport]) -> list[str]:
-    from ckptman.monitoring.ledger import add
-    from ckptman.monitoring.report import shares
+    from ckptman.tools.monitoring.ledger import add
+    from ckptman.tools.monitoring.report import shares
 
     lines: list[str] = []
     for each in found:
@@ -63,8 +63,8 @@ def _lines(found: Sequence[RunReport]) -> list[str]:
 
 
 def _run_lines(found: RunReport) -> list[str]:
-    from ckptman.monitoring.report import endings_text, shares
     from ckptman.policies.intervals import duration_text
+    from ckptman.tools.monitoring.report import endings_text, shares
 
     ledger, status = found.ledger, found.status
     lines = [

@@ -15,7 +15,7 @@ from ckptman.cli.select import Root
 from ckptman.errors import ConfigError, plain
 
 if TYPE_CHECKING:
-    from ckptman.catalog.rollback import Change
+    from ckptman.storage.catalog.rollback import Change
 
 ToStep = Annotated[int | None, option("--to-step", "N", "The checkpoint to go on from.")]
 Why = Annotated[str, option("--why", "TEXT", "The reason, for those who look.")]
@@ -36,8 +36,8 @@ def rollback(
     All that were committed after it are abandoned: the next run goes on from step N, and none of them is restored
     unless it is asked for by its step. They stay on disk until ckptman prune takes them. Refused while a run is alive.
     """
-    from ckptman.catalog.rollback import execute, plan_rollback, plan_undo
     from ckptman.runtime.attempts import highest_attempt
+    from ckptman.storage.catalog.rollback import execute, plan_rollback, plan_undo
 
     def make() -> Change:
         return plan_undo(root) if to_step is None else plan_rollback(root, to_step)
@@ -49,7 +49,7 @@ def rollback(
         change = make()
     else:
         make()  # what cannot be is refused before anything is written
-        from ckptman.catalog.pins import user_at_host
+        from ckptman.storage.catalog.pins import user_at_host
 
         job = os.environ.get("SLURM_JOB_ID")
         change = execute(root, make, why=why, by=user_at_host(), time_seconds=now, highest=highest_attempt, job_id=job)
@@ -61,8 +61,8 @@ def rollback(
 
 
 def _note(root: Path, change: Change, why: str) -> None:
-    from ckptman.format.paths import journal_path
     from ckptman.runtime.journal import Journal
+    from ckptman.storage.format.paths import journal_path
 
     if not change.entries:
         return

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.catalog.root_checks import check_is_folder
 from ckptman.cli.options import option, path_argument
 from ckptman.errors import ConfigError, NotFoundError, plain
-from ckptman.format.foreign import foreign_in, recognize
-from ckptman.format.paths import check_is_no_checkpoint, is_checkpoint, parse_step
+from ckptman.storage.catalog.root_checks import check_is_folder
+from ckptman.storage.format.foreign import foreign_in, recognize
+from ckptman.storage.format.paths import check_is_no_checkpoint, is_checkpoint, parse_step
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.backend import Backend
-    from ckptman.catalog.catalog import Entry
+    from ckptman.storage.catalog.backends.backend import Backend
+    from ckptman.storage.catalog.catalog import Entry
 
 PathOrRoot = Annotated[Path, path_argument("PATH", "A checkpoint, or a root (then of its newest checkpoint).")]
 Step = Annotated[int | None, option("--step", "N", "Of a root: the checkpoint of this step.")]
@@ -77,7 +77,7 @@ def choose(
 
     Raises: NotFoundError (no such root, step or checkpoint), RootError, ConfigError (--step of a single checkpoint).
     """
-    from ckptman.catalog.catalog import Catalog, any_will_do, is_finite
+    from ckptman.storage.catalog.catalog import Catalog, any_will_do, is_finite
 
     check_is_folder(path)
     if step is not None and every:
@@ -86,7 +86,7 @@ def choose(
         if step is not None or every:
             option = "--all" if every else "--step"
             raise ConfigError(f"{option} chooses among the checkpoints of a root, and {path} is one checkpoint")
-        from ckptman.catalog.catalog import look_at_folder
+        from ckptman.storage.catalog.catalog import look_at_folder
 
         return [look_at_folder(path)]
     if (other := recognize(path)) is not None:
@@ -141,7 +141,7 @@ def choose_objects(url: str, step: int | None, every: bool) -> tuple[Backend, li
     Without a choice: the newest that counts, after those that do not and may be newer.
     Raises: ConfigError, NotFoundError, RootError.
     """
-    from ckptman.catalog.backends.object_store import ObjectBackend
+    from ckptman.storage.catalog.backends.object_store import ObjectBackend
 
     if step is not None and every:
         raise ConfigError("--step and --all exclude each other: name one of them")

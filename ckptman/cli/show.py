@@ -16,9 +16,9 @@ from ckptman.errors import CorruptError
 from ckptman.policies.retention_rules import is_known_time
 
 if TYPE_CHECKING:
-    from ckptman.catalog.catalog import Entry
-    from ckptman.catalog.verified import Verified
-    from ckptman.format.index import Unit
+    from ckptman.storage.catalog.catalog import Entry
+    from ckptman.storage.catalog.verified import Verified
+    from ckptman.storage.format.index import Unit
 
 VALUES_SHOWN = 12
 """Plain values shown of one object: an optimizer has a dozen for each parameter."""
@@ -32,9 +32,9 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
     if step is None and is_foreign(path):
         _show_foreign(path, as_json)
         return
-    from ckptman.catalog.reader_lease import reading
-    from ckptman.catalog.verified import read_verified
-    from ckptman.format.index import open_table, read_index
+    from ckptman.storage.catalog.reader_lease import reading
+    from ckptman.storage.catalog.verified import read_verified
+    from ckptman.storage.format.index import open_table, read_index
 
     (entry,) = choose(path, step, spoilt=True)
     with reading(entry.path, what="show"):
@@ -136,7 +136,7 @@ def _origin(entry: Entry, note: Verified | None, now: float) -> list[str]:
 
 def _decoded(unit: Unit, folder: Path) -> tuple[Any, Any]:
     """Key and value of a unit. Raises: CorruptError, naming it."""
-    from ckptman.format.value_codec import decode
+    from ckptman.storage.format.value_codec import decode
 
     try:
         return decode(unit.key), decode(unit.value)

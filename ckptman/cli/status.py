@@ -16,7 +16,7 @@ from ckptman.cli.options import AsJson, option, parse_seconds, path_argument
 from ckptman.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
-    from ckptman.monitoring.status import Status
+    from ckptman.tools.monitoring.status import Status
 
 _COLOURS = {
     **dict.fromkeys(("running", "finished"), "green"),
@@ -37,8 +37,8 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show how runs stand: step, last and next save, job, chain, and when they end."""
-    from ckptman.monitoring.other_programs import roots_of_chains
-    from ckptman.monitoring.status import read_status
+    from ckptman.tools.monitoring.other_programs import roots_of_chains
+    from ckptman.tools.monitoring.status import read_status
 
     if not roots:
         roots = roots_of_chains(Path.cwd())
@@ -63,7 +63,7 @@ def status(
 
 
 def _watch(roots: Sequence[Path], every_seconds: float, slurm: bool) -> None:
-    from ckptman.monitoring.status import read_status
+    from ckptman.tools.monitoring.status import read_status
 
     def lines() -> list[str]:
         now = time.time()

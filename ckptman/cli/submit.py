@@ -16,8 +16,8 @@ from ckptman.cli.options import option, parse_seconds
 from ckptman.errors import ConfigError, SchedulerError
 
 if TYPE_CHECKING:
+    from ckptman.jobs.slurm.submission import PreparedChain
     from ckptman.policies.resubmit import Reaction
-    from ckptman.scheduler.slurm.submission import PreparedChain
 
 Command = Annotated[
     list[str],
@@ -111,7 +111,7 @@ def submit(
         if value is not None:
             check_count("submit", name, value)
     reactions = _reactions(on or ())
-    from ckptman.scheduler.chain_notes import check_notify
+    from ckptman.jobs.chain_notes import check_notify
 
     notify = check_notify(notify)
     now = time.time()
@@ -128,8 +128,8 @@ def submit(
         }
         if given := [name for name, value in unknown.items() if value]:
             raise ConfigError(f"{', '.join(given)}: for Slurm alone; leave it out with --scheduler local")
-        from ckptman.scheduler.chain import new_chain_dir
-        from ckptman.scheduler.local import run_chain
+        from ckptman.jobs.chain import new_chain_dir
+        from ckptman.jobs.local import run_chain
 
         folder = chain_dir or new_chain_dir(now)
         code = run_chain(
@@ -149,7 +149,7 @@ def submit(
         raise ConfigError(f"there is no scheduler {scheduler!r}; known: slurm, local")
     if requeue and upfront:
         raise ConfigError("--requeue runs one job again and again, --upfront submits many: choose one of them")
-    from ckptman.scheduler.slurm.submission import Submission, first_command, prepare, slurm_of, submit_chain
+    from ckptman.jobs.slurm.submission import Submission, first_command, prepare, slurm_of, submit_chain
 
     submission = Submission(
         script=Path(command[0]),
@@ -198,7 +198,7 @@ def _with_what_is_left(error: SchedulerError | OSError, left: Sequence[PreparedC
 
 def _reactions(given: Sequence[str]) -> dict[str, Reaction]:
     """Read `--on`: each a reaction, or `@` and a file that holds one in each line. Raises: ConfigError."""
-    from ckptman.scheduler.causes import parse_reactions
+    from ckptman.jobs.causes import parse_reactions
 
     lines: list[str] = []
     for each in given:

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from ckptman.errors import plain
-from ckptman.format.paths import DOT, parse_step
+from ckptman.storage.format.paths import DOT, parse_step
 
 MOST_NAMES, MOST_FOLDERS, SHOWN = 5_000, 100, 3
 """So many names of a folder are looked at, into so many folders in it, and so many are suggested."""

@@ -12,7 +12,7 @@ from ckptman.cli.options import option, path_argument
 from ckptman.errors import ConfigError, ExistsError, NotFoundError
 
 if TYPE_CHECKING:
-    from ckptman.scheduler.slurm.templates import Template
+    from ckptman.jobs.slurm.templates import Template
 
 Name = Annotated[str | None, path_argument("[NAME]", "The template: see --list.")]
 Output = Annotated[
@@ -38,8 +38,8 @@ def template(
     as_json: AsJson = False,
 ) -> None:
     """Make a batch script for Slurm from a template, for ckptman submit or sbatch."""
-    from ckptman.scheduler.slurm.templates import TEMPLATES, read_settings, render_template
-    from ckptman.scheduler.slurm.templates import template as find
+    from ckptman.jobs.slurm.templates import TEMPLATES, read_settings, render_template
+    from ckptman.jobs.slurm.templates import template as find
     from ckptman.train.config import read_toml
 
     if listing:
@@ -93,7 +93,7 @@ def _list_templates(templates: Any, as_json: bool) -> None:
 
 
 def _list_keys(name: str, kind: Template, as_json: bool) -> None:
-    from ckptman.scheduler.slurm.template_keys import WHAT
+    from ckptman.jobs.slurm.template_keys import WHAT
 
     fields = kind.keys.model_fields
     if as_json:

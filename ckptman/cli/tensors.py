@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptman.format.chunk_table import ChunkTable
-    from ckptman.format.index import Index
+    from ckptman.storage.format.chunk_table import ChunkTable
+    from ckptman.storage.format.index import Index
 
 Box = tuple[Sequence[int], Sequence[int]]
 """Offsets and sizes of a chunk, in elements."""
@@ -41,8 +41,8 @@ def foreign_tensors(path: Path) -> tuple[list[TensorFacts], list[str], list[str]
 
     Its description is a pickle, so this needs torch. Raises: CorruptError.
     """
-    from ckptman.format.paths import METADATA
-    from ckptman.loading.restricted_unpickler import read_foreign_metadata, transforms_in
+    from ckptman.engine.loading.restricted_unpickler import read_foreign_metadata, transforms_in
+    from ckptman.storage.format.paths import METADATA
 
     tensors, values = [], []
     metadata = read_foreign_metadata(path / METADATA)
@@ -59,7 +59,7 @@ def foreign_tensors(path: Path) -> tuple[list[TensorFacts], list[str], list[str]
 
 def tensor_facts(name: str, shape: Sequence[int], dtype: str, boxes: Sequence[Box]) -> TensorFacts:
     """Describe a tensor that was saved in these chunks."""
-    from ckptman.format.chunk_table import item_bytes
+    from ckptman.storage.format.chunk_table import item_bytes
 
     # What nobody knows the size of is one of the many one-byte floats.
     total = prod(shape) * (item_bytes(dtype) or 1)

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.catalog.reader_lease import GoneError, held
 from ckptman.cli import console
 from ckptman.cli.options import AsJson, check_threads, option, parse_rate
 from ckptman.cli.progress import progress
 from ckptman.cli.select import PathOrRoot, Step, choose
 from ckptman.cli.verify_report import byte_lines, fit_lines, remark_lines, summary_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, NotFoundError, RootError
-from ckptman.format.foreign import ForeignCheckpoint, foreign_in, recognize
-from ckptman.format.paths import METADATA, is_checkpoint
+from ckptman.storage.catalog.reader_lease import GoneError, held
+from ckptman.storage.format.foreign import ForeignCheckpoint, foreign_in, recognize
+from ckptman.storage.format.paths import METADATA, is_checkpoint
 
 if TYPE_CHECKING:
-    from ckptman.catalog.catalog import Entry
+    from ckptman.storage.catalog.catalog import Entry
     from ckptman.tools.verify.reports import VerifyReport
 
 MOST_RANKS = 2**20

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ckptman.engine.state.generators import RNGState
 from ckptman.errors import warn_only
-from ckptman.state.generators import RNGState
 
 _MOST_FRAMES, _MOST_ATTRIBUTES = 20, 1000
 

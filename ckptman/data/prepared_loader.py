@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ckptman.engine.state.wrappers import is_prepared_loader, unwrap
 from ckptman.errors import ConfigError
-from ckptman.state.wrappers import is_prepared_loader, unwrap
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ import psutil
 
 from ckptman.data.loader_source import LoaderSource, describe, is_used_up
 from ckptman.errors import CkptmanError, ConfigError
-from ckptman.io.durable_files import DISK
-from ckptman.io.isolated_process import Died, IsolatedProcess, NoAnswer
+from ckptman.storage.io.durable_files import DISK
+from ckptman.storage.io.isolated_process import Died, IsolatedProcess, NoAnswer
 
 SHORT_SECONDS = 0.5
 """What was measured for less is rough."""
@@ -219,7 +219,7 @@ class _Probe:
     def _run(self, make_source: Callable[[], LoaderSource], wanted: list[int], is_usual: bool) -> None:
         self._pipe.send("importing it")
         source = make_source()
-        from ckptman.state.generators import RNGState
+        from ckptman.engine.state.generators import RNGState
 
         self._random = RNGState().state_dict()
         gc.freeze()  # modules need not be looked through again and again
@@ -253,7 +253,7 @@ class _Probe:
         self._pipe.send(("files", sorted(self._files)[:_MOST_FILES]))
 
     def _make(self, source: LoaderSource, workers: int) -> Iterable[Any]:
-        from ckptman.state.generators import RNGState
+        from ckptman.engine.state.generators import RNGState
 
         self._pipe.send(f"{_workers(workers)}: making the loader")
         RNGState().load_state_dict(self._random)  # the same samples each time

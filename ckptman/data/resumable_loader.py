@@ -19,9 +19,9 @@ from xxhash import xxh3_64_intdigest
 from ckptman.data.batch_digest import digest_of
 from ckptman.data.elastic_sampler import ElasticSampler
 from ckptman.data.prepared_loader import prepared
+from ckptman.engine.state.generators import RNGState
+from ckptman.engine.state.named_state import is_stateful
 from ckptman.errors import ConfigError, warn_only
-from ckptman.state.generators import RNGState
-from ckptman.state.named_state import is_stateful
 
 T = TypeVar("T")
 

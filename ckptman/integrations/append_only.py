@@ -13,10 +13,10 @@ from time import time
 from typing import Any, BinaryIO, NamedTuple
 
 from ckptman.errors import ConfigError
-from ckptman.format.paths import DOT
-from ckptman.io.durable_files import DISK
 from ckptman.runtime.tracker import TrackedRun, Tracker
 from ckptman.session.tracker_threads import CLOSE_SECONDS, Behind
+from ckptman.storage.format.paths import DOT
+from ckptman.storage.io.durable_files import DISK
 
 _AT_ONCE = 1000
 """How many steps are handed on in one call at most."""

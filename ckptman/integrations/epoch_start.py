@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ckptman.engine.state.step_record import Marks
 from ckptman.errors import warn_only
-from ckptman.state.step_record import Marks
 
 
 class BeforeEpochStart:

@@ -20,17 +20,17 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 
 from ckptman.api import load
 from ckptman.checkpointer import Checkpointer
-from ckptman.comm.control_group import Channel
 from ckptman.data.persistent_workers import draw_apart
 from ckptman.data.resumable_loader import ResumableLoader
+from ckptman.engine.comm.control_group import Channel
+from ckptman.engine.state.generators import RNGState
+from ckptman.engine.state.trainable import Trainable
+from ckptman.engine.state.unsaved_values import UnsavedValues
 from ckptman.errors import CommitError, ConfigError, MismatchError
 from ckptman.integrations.epoch_start import BeforeEpochStart
 from ckptman.policies.retention import KeepBest, KeepLast, RetentionPolicy
 from ckptman.policies.save_policies import BeforeDeadline, OnStop
 from ckptman.run import Run
-from ckptman.state.generators import RNGState
-from ckptman.state.trainable import Trainable
-from ckptman.state.unsaved_values import UnsavedValues
 
 _Trainer: Any = object
 """What the mixin is mixed with, and finds behind `super()`."""

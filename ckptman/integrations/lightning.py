@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptman.checkpointer import Checkpointer
 from ckptman.data.persistent_workers import draw_apart
 from ckptman.data.resumable_loader import ResumableLoader
+from ckptman.engine.state.generators import RNGState
+from ckptman.engine.state.unsaved_values import UnsavedValues
 from ckptman.errors import CommitError, ConfigError, MismatchError
 from ckptman.integrations.epoch_start import BeforeEpochStart
 from ckptman.integrations.lightning_metrics import EpochMetrics
 from ckptman.policies.retention import KeepBest, KeepLast
 from ckptman.policies.save_policies import BeforeDeadline, EverySteps, OnStop
-from ckptman.state.generators import RNGState
-from ckptman.state.unsaved_values import UnsavedValues
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptman.errors import ConfigError
-from ckptman.io.durable_files import DISK
 from ckptman.runtime.journal import number_in
 from ckptman.runtime.tracker import TrackedRun, Tracker
+from ckptman.storage.io.durable_files import DISK
 
 WRITE_SECONDS = 15.0
 """Between two writes: Prometheus rarely looks more often."""

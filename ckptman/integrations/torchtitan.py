@@ -20,12 +20,12 @@ except ImportError as error:
 
 from ckptman.api import load
 from ckptman.checkpointer import Checkpointer
+from ckptman.engine.loading.checkpoint_reader import SavedState
+from ckptman.engine.state.generators import RNGState
+from ckptman.engine.state.rank_values import FromRank0, PerRank
 from ckptman.errors import ConfigError
-from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.policies.retention import KeepLast
 from ckptman.policies.save_policies import BeforeDeadline, EverySteps, OnStop
-from ckptman.state.generators import RNGState
-from ckptman.state.rank_values import FromRank0, PerRank
 
 _EXPORTS = "ckptman export makes weights of any checkpoint, for safetensors too"
 _NOT_TAKEN = {

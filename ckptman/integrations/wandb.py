@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.integrations.append_only import AppendOnlyTracker, Step, require
-from ckptman.io.durable_files import DISK
 from ckptman.runtime.log import tell
 from ckptman.runtime.tracker import TrackedRun
+from ckptman.storage.io.durable_files import DISK
 
 _INIT_SECONDS = 30.0
 """How long a server is waited for. When the program ends, wandb waits for what is left of it."""

@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckptman.catalog.rollback_records import read_rollbacks
 from ckptman.errors import CkptmanError
-from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import own_outcome
+from ckptman.storage.catalog.rollback_records import read_rollbacks
+from ckptman.storage.format.paths import journal_path
 
 _MOST_ATTEMPTS = 10**6
 """What claims to have a higher number is damaged."""

@@ -18,10 +18,10 @@ from statistics import median
 from typing import Any
 
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
-from ckptman.format.paths import journal_path
-from ckptman.io.safe_open import open_regular, read_regular
 from ckptman.runtime.journal import number_in, read_journal
 from ckptman.runtime.measurements import typical_save_seconds
+from ckptman.storage.format.paths import journal_path
+from ckptman.storage.io.safe_open import open_regular, read_regular
 
 _REMEDY = "give a text file of failure times, a journal or a root"
 _MOST_BYTES = 64 * 1024 * 1024

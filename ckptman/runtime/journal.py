@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.errors import NotFoundError, masked
-from ckptman.io.durable_files import DISK, Disk, give_to_owner_of, open_new
-from ckptman.io.safe_open import read_end
+from ckptman.storage.io.durable_files import DISK, Disk, give_to_owner_of, open_new
+from ckptman.storage.io.safe_open import read_end
 
 ROTATE_BYTES = 24 * 1024 * 1024
 """Some 100,000 events: about a month of training, which tells of its progress every 30 s."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import number_in, read_journal
+from ckptman.storage.format.paths import journal_path
 
 LAST_SAVES = 5
 """How many saves are looked at: one slow save must not count for ever."""

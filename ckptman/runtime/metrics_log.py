@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptman.format.paths import metrics_path
-from ckptman.io.durable_files import DISK
-from ckptman.io.safe_open import read_end
+from ckptman.storage.format.paths import metrics_path
+from ckptman.storage.io.durable_files import DISK
+from ckptman.storage.io.safe_open import read_end
 
 MAX_BYTES = 16 * 1024 * 1024
 MOST_STEPS = 200

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ckptman.errors import ConfigError, CorruptError, masked
-from ckptman.format.paths import DOT, outcome_path
-from ckptman.io.durable_files import DISK, Disk
-from ckptman.io.safe_open import read_regular
+from ckptman.storage.format.paths import DOT, outcome_path
+from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.safe_open import read_regular
 
 OUTCOME_ENV = "CKPTMAN_OUTCOME"
 """Where a chain asks the outcome of this attempt to be written, besides the run's own place."""

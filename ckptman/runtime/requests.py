@@ -15,9 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from ckptman.catalog.writer_lock import Claim, Owner, root_error
 from ckptman.errors import CkptmanError, NotFoundError
-from ckptman.format.paths import (
+from ckptman.runtime.journal import Journal, read_journal
+from ckptman.runtime.log import tell
+from ckptman.storage.catalog.writer_lock import Claim, Owner, root_error
+from ckptman.storage.format.paths import (
     Ask,
     RequestName,
     is_like_request,
@@ -27,9 +29,7 @@ from ckptman.format.paths import (
     request_path,
     run_folder,
 )
-from ckptman.io.durable_files import DISK
-from ckptman.runtime.journal import Journal, read_journal
-from ckptman.runtime.log import tell
+from ckptman.storage.io.durable_files import DISK
 
 LOOK_SECONDS = 1.0
 _TAIL_BYTES = 512 * 1024

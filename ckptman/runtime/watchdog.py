@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ckptman.errors import EXIT_STALLED, plain_lines
-from ckptman.io.durable_files import DISK
-from ckptman.io.threads import Flag
 from ckptman.policies.hang_timeout import Doing, Patience, Progress, Stall
+from ckptman.storage.io.durable_files import DISK
+from ckptman.storage.io.threads import Flag
 
 OnLate = Callable[[Stall], None]
 """What tells of a silence that may end by itself. It is called in the thread of the watchdog."""

@@ -9,17 +9,17 @@ import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, TypeGuard
 
-from ckptman.catalog.backends.backend import check_folder
 from ckptman.data.resumable_loader import ResumableLoader
+from ckptman.engine.state.generators import RNGState
+from ckptman.engine.state.named_state import is_stateful
 from ckptman.errors import ConfigError, warn
-from ckptman.format.paths import MAX_STEP
 from ckptman.policies.retention import KeepLast, RetentionPolicy
 from ckptman.policies.save_policies import EverySteps, InitTimeInterval, SavePolicy, with_stops
 from ckptman.runtime.signals import SignalHandler
 from ckptman.runtime.tracker import Tracker
 from ckptman.session.watchdog_actions import Setting, patience_of
-from ckptman.state.generators import RNGState
-from ckptman.state.named_state import is_stateful
+from ckptman.storage.catalog.backends.backend import check_folder
+from ckptman.storage.format.paths import MAX_STEP
 
 MOST_METADATA_BYTES = 64 * 1024
 _DETACHED = {"an optimizer": {"state", "param_groups"}, "a schedule": {"last_epoch", "_step_count"}}

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from ckptman.catalog.backends.node_memory import InMemory, NodeMemory, Part, found_in
-from ckptman.comm.control_group import Channel
-from ckptman.comm.peers import Place, ring
+from ckptman.engine.comm.control_group import Channel
+from ckptman.engine.comm.peers import Place, ring
+from ckptman.engine.saving.memory_saves import is_shared
+from ckptman.engine.saving.part_exchange import PIECE_BYTES, mapped
 from ckptman.errors import ConfigError, CorruptError
-from ckptman.format.paths import MANIFEST, blocks_name, rank_of
-from ckptman.io.writer_process import shared_memory
 from ckptman.runtime.host_memory import available_bytes
-from ckptman.saving.memory_saves import is_shared
-from ckptman.saving.part_exchange import PIECE_BYTES, mapped
+from ckptman.storage.catalog.backends.node_memory import InMemory, NodeMemory, Part, found_in
+from ckptman.storage.format.paths import MANIFEST, blocks_name, rank_of
+from ckptman.storage.io.writer_process import shared_memory
 
 
 class MemoryRestore:

@@ -10,13 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.node_memory import InMemory
-from ckptman.catalog.catalog import Entry, Listed, any_will_do, look_at
-from ckptman.catalog.reader_lease import held, is_gone, refuse_gone
-from ckptman.catalog.rollback_records import left_by
-from ckptman.catalog.verified import remember_damage
-from ckptman.comm.control_group import Channel, RankFailed, failing_as_one
+from ckptman.engine.comm.control_group import Channel, RankFailed, failing_as_one
+from ckptman.engine.loading.accepted import Accepted, Skipped, told
+from ckptman.engine.loading.fit import State
+from ckptman.engine.loading.loader import load
+from ckptman.engine.loading.other_weights import OtherWeights
 from ckptman.errors import (
     CkptmanError,
     CorruptError,
@@ -26,17 +24,19 @@ from ckptman.errors import (
     plain,
     warn,
 )
-from ckptman.format.manifest import read_manifest
-from ckptman.format.paths import MANIFEST
-from ckptman.io.threads import Worker
-from ckptman.loading.accepted import Accepted, Skipped, told
-from ckptman.loading.fit import State
-from ckptman.loading.loader import load
-from ckptman.loading.other_weights import OtherWeights
 from ckptman.session.memory_restore import MemoryRestore
 from ckptman.session.run_session import RunSession, refuse_other_checkpoints
-from ckptman.transfer.copy import CopyOptions, copy_checkpoint
-from ckptman.transfer.progress import Meter
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.backends.node_memory import InMemory
+from ckptman.storage.catalog.catalog import Entry, Listed, any_will_do, look_at
+from ckptman.storage.catalog.reader_lease import held, is_gone, refuse_gone
+from ckptman.storage.catalog.rollback_records import left_by
+from ckptman.storage.catalog.verified import remember_damage
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.format.paths import MANIFEST
+from ckptman.storage.io.threads import Worker
+from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
+from ckptman.storage.transfer.progress import Meter
 
 _FETCH_LOOK_SECONDS = 1.0
 _LOOKS = 10

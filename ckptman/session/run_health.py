@@ -16,12 +16,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ckptman.comm.control_group import Channel, RankFailed
 from ckptman.data.resumable_loader import ResumableLoader
+from ckptman.engine.comm.control_group import Channel, RankFailed
+from ckptman.engine.state.accelerators import is_capturing
 from ckptman.errors import ConfigError, RankLostError
-from ckptman.health.device import open_device
-from ckptman.health.host import Host
-from ckptman.health.rank_report import (
+from ckptman.policies.health import HealthThresholds
+from ckptman.runtime.health.device import open_device
+from ckptman.runtime.health.host import Host
+from ckptman.runtime.health.rank_report import (
     FEWEST_STEPS,
     MOST_NAMED,
     RankHealth,
@@ -31,14 +33,12 @@ from ckptman.health.rank_report import (
     stragglers,
     usual_seconds,
 )
-from ckptman.health.sampler import Open, Sampler
-from ckptman.policies.health import HealthThresholds
+from ckptman.runtime.health.sampler import Open, Sampler
 from ckptman.runtime.log import tell
 from ckptman.runtime.outcome import this_node
 from ckptman.runtime.watchdog import Watchdog
 from ckptman.session.run_session import RunSession
 from ckptman.session.timings import Timings
-from ckptman.state.accelerators import is_capturing
 
 Setting = HealthThresholds | Literal["auto"] | None
 _FIRST_PERIODS = 12

@@ -8,25 +8,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.node_memory import NodeMemory, Owner, job_ids, left_behind
-from ckptman.catalog.catalog import Entry, any_will_do, attempt_and_step
-from ckptman.catalog.tier_identity import make_identity
-from ckptman.comm.control_group import AllRanks, Channel, RankFailed
-from ckptman.comm.peers import Place
-from ckptman.doctor.mount import MEMORY, family_of, find_mount, read_mounts
+from ckptman.engine.comm.control_group import AllRanks, Channel, RankFailed
+from ckptman.engine.comm.peers import Place
+from ckptman.engine.saving.finite_check import OnNonfinite
+from ckptman.engine.saving.memory_saves import MemorySaves
+from ckptman.engine.saving.saver import Saver
 from ckptman.errors import CkptmanError, ConfigError, RankLostError, plain, warn_only
-from ckptman.format.paths import MEMORY_PATH, new_nonce
-from ckptman.io.durable_files import DISK
+from ckptman.jobs.slurm.commands import ended_jobs
 from ckptman.policies.memory_tier import MemoryTier
 from ckptman.runtime.outcome import this_node
-from ckptman.saving.finite_check import OnNonfinite
-from ckptman.saving.memory_saves import MemorySaves
-from ckptman.saving.saver import Saver
-from ckptman.scheduler.slurm.commands import ended_jobs
 from ckptman.session.memory_restore import MemoryRestore
 from ckptman.session.run_session import RunSession
 from ckptman.session.timings import SaveTimes
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.backends.node_memory import NodeMemory, Owner, job_ids, left_behind
+from ckptman.storage.catalog.catalog import Entry, any_will_do, attempt_and_step
+from ckptman.storage.catalog.tier_identity import make_identity
+from ckptman.storage.format.paths import MEMORY_PATH, new_nonce
+from ckptman.storage.io.durable_files import DISK
+from ckptman.tools.doctor.mount import MEMORY, family_of, find_mount, read_mounts
 
 _AGE_SECONDS = 3600.0
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -17,13 +17,9 @@ from typing import Any, Literal, cast
 
 import torch
 
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import any_will_do
-from ckptman.catalog.orphans import find_leftovers
-from ckptman.catalog.prune import PrunePlan, execute
-from ckptman.catalog.tiers import claim_tiers, write_tiers
-from ckptman.catalog.writer_lock import Claim, claim, device_of
-from ckptman.comm.control_group import AllRanks, Channel, failing_as_one
+from ckptman.engine.comm.control_group import AllRanks, Channel, failing_as_one
+from ckptman.engine.saving.writer import SaveInfo
+from ckptman.engine.state.named_state import Snapshot, mesh_of
 from ckptman.errors import (
     CkptmanError,
     ConfigError,
@@ -36,10 +32,6 @@ from ckptman.errors import (
     warn,
     warn_only,
 )
-from ckptman.format.foreign import foreign_in
-from ckptman.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
-from ckptman.io.durable_files import Disk, folder_mode
-from ckptman.io.failure_cause import FULL, cause_of, is_broken_device
 from ckptman.policies.crash_loop import MOST_IN_VAIN, crashes_of, starts_in_vain, suspects
 from ckptman.policies.intervals import seconds_text
 from ckptman.runtime.attempts import highest_attempt
@@ -59,10 +51,18 @@ from ckptman.runtime.outcome import (
     write_outcome,
 )
 from ckptman.runtime.requests import Requests
-from ckptman.saving.writer import SaveInfo
 from ckptman.session.drain_process import Drainer
 from ckptman.session.timings import process_started
-from ckptman.state.named_state import Snapshot, mesh_of
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.catalog import any_will_do
+from ckptman.storage.catalog.orphans import find_leftovers
+from ckptman.storage.catalog.prune import PrunePlan, execute
+from ckptman.storage.catalog.tiers import claim_tiers, write_tiers
+from ckptman.storage.catalog.writer_lock import Claim, claim, device_of
+from ckptman.storage.format.foreign import foreign_in
+from ckptman.storage.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
+from ckptman.storage.io.durable_files import Disk, folder_mode
+from ckptman.storage.io.failure_cause import FULL, cause_of, is_broken_device
 
 
 @contextlib.contextmanager

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from ckptman.comm.control_group import Channel
+from ckptman.engine.comm.control_group import Channel
+from ckptman.engine.saving.memory_saves import MemorySaves
+from ckptman.engine.saving.saver import Saver
+from ckptman.engine.state.step_record import StepRecorder
 from ckptman.errors import CkptmanError, ConfigError, RankLostError
 from ckptman.policies.save_policies import Decision, SavePolicy
 from ckptman.runtime.requests import Requests
 from ckptman.runtime.signals import SignalHandler
-from ckptman.saving.memory_saves import MemorySaves
-from ckptman.saving.saver import Saver
 from ckptman.session.timings import Timings
-from ckptman.state.step_record import StepRecorder
 
 _STOP, _SAVE, _FAILED, _SLOW, _STEP, _MINUS_STEP, _MEMORY = range(7)
 FLAGS = 7

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckptman.engine.state.accelerators import record
 from ckptman.runtime.metrics_log import MetricsLog
 from ckptman.runtime.tracker import TrackedRun, Tracker
 from ckptman.session.run_session import RunSession
 from ckptman.session.timings import Stall
 from ckptman.session.tracker_threads import MOST_WAITING, Behind, TrackerThreads
-from ckptman.state.accelerators import record
 
 PROGRESS_SECONDS = 30.0
 """Between two `progress` in the journal."""

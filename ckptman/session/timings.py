@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ckptman.engine.saving.writer import SaveReport
 from ckptman.policies.intervals import StepMeter
 from ckptman.policies.retention_rules import is_known_time
 from ckptman.policies.save_policies import Facts, SavePolicy, next_save
-from ckptman.saving.writer import SaveReport
 
 
 class Stall:

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckptman.io.threads import Flag, Wakeup
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.log import tell
 from ckptman.runtime.tracker import TrackedRun, Tracker
+from ckptman.storage.io.threads import Flag, Wakeup
 
 CLOSE_SECONDS = 10.0
 """How long the end of a run waits for all its trackers."""

@@ -12,16 +12,16 @@ from typing import Literal
 import torch.distributed as dist
 
 from ckptman._torch_compat import abort_default_group, group_timeouts
-from ckptman.comm.control_group import Channel
-from ckptman.comm.hang_report import HangReport, this_process
+from ckptman.engine.comm.control_group import Channel
+from ckptman.engine.comm.hang_report import HangReport, this_process
 from ckptman.errors import EXIT_STALLED, ConfigError
-from ckptman.format.paths import journal_path, new_nonce, outcome_path, stacks_path
 from ckptman.policies.hang_timeout import Patience, Stall, ahead_of
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.outcome import ATTEMPT_ENV, read_outcome, report_node
 from ckptman.runtime.watchdog import PART_SECONDS, Watchdog, end_process, say, within, write_stacks
 from ckptman.session.run_notes import STALLED, RunNotes
 from ckptman.session.run_session import RunSession, report_failed_start
+from ckptman.storage.format.paths import journal_path, new_nonce, outcome_path, stacks_path
 
 Setting = float | Patience | Literal["auto"] | None
 _LEADER, _DEPUTY = 0, 1

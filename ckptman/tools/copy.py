@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 from ckptman._tracebacks import short_traceback
-from ckptman.catalog.backends.backend import open_backend
-from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.errors import NotFoundError
-from ckptman.format.paths import check_is_no_checkpoint
 from ckptman.policies.parameters import check_count
+from ckptman.storage.catalog.backends.backend import open_backend
+from ckptman.storage.catalog.catalog import Catalog, Entry
+from ckptman.storage.format.paths import check_is_no_checkpoint
+from ckptman.storage.transfer.copy import Copied, CopyOptions, copy_checkpoint
+from ckptman.storage.transfer.progress import Limit
 from ckptman.tools.manage import entry_at
-from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint
-from ckptman.transfer.progress import Limit
 
 
 @short_traceback

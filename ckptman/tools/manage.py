@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptman._tracebacks import short_traceback
-from ckptman.catalog import pins
-from ckptman.catalog.catalog import Entry, look_at_folder
-from ckptman.catalog.prune import Pruned, PrunePlan, execute, one_at_a_time, plan_prune
-from ckptman.catalog.reader_lease import lease
-from ckptman.catalog.root_checks import check_is_folder, check_is_root
-from ckptman.catalog.stored_policy import read_policy
-from ckptman.catalog.verified import read_verified
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError
-from ckptman.io.durable_files import DISK
-from ckptman.io.throttled_delete import ThrottledDelete
 from ckptman.policies.parameters import check_positive
 from ckptman.policies.retention import KeepLast, RetentionPolicy, Verdict, slip
 from ckptman.policies.retention_rules import in_bytes, needs_capacity
 from ckptman.run import checkpoint_at
+from ckptman.storage.catalog import pins
+from ckptman.storage.catalog.catalog import Entry, look_at_folder
+from ckptman.storage.catalog.prune import Pruned, PrunePlan, execute, one_at_a_time, plan_prune
+from ckptman.storage.catalog.reader_lease import lease
+from ckptman.storage.catalog.root_checks import check_is_folder, check_is_root
+from ckptman.storage.catalog.stored_policy import read_policy
+from ckptman.storage.catalog.verified import read_verified
+from ckptman.storage.io.durable_files import DISK
+from ckptman.storage.io.throttled_delete import ThrottledDelete
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[float], None] | None]]
 
@@ -136,7 +136,7 @@ def policy_for(root: Path, policy: RetentionPolicy | None) -> RetentionPolicy | 
     rules = policy if policy is not None else read_policy(root)
     if not needs_capacity(rules):
         return rules
-    from ckptman.doctor.quota import capacity_bytes
+    from ckptman.tools.doctor.quota import capacity_bytes
 
     return in_bytes(rules, capacity_bytes(root))
 

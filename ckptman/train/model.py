@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ckptman.state.local_shards import local_parts
+from ckptman.engine.state.local_shards import local_parts
 from ckptman.train.config import ModelConfig
 
 _INIT_ROWS = 256

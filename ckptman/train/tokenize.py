@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from ckptman.errors import CkptmanError, ConfigError, ExistsError, NotFoundError
-from ckptman.io.checksums import BlockDigester
-from ckptman.io.durable_files import DISK
+from ckptman.storage.io.checksums import BlockDigester
+from ckptman.storage.io.durable_files import DISK
 from ckptman.train.dataset.tokenfile import META, TOKENIZER, TOKENS, TokenMeta, dtype_for
 
 END_OF_TEXT = "<|endoftext|>"

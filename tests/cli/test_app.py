@@ -22,7 +22,7 @@ from tests.helpers.checkpoints import commit
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.journals import make_root
 from tests.helpers.node_memory import nodes_with
-from tests.monitoring.invented_run import invented
+from tests.tools.monitoring.invented_run import invented
 
 VERBS = GOLDEN["verbs and options"]
 

@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
-from ckptman.catalog import writer_lock
-from ckptman.catalog.writer_lock import claim, read_owner
 from ckptman.checkpointer import Checkpointer
 from ckptman.cli import ask
 from ckptman.errors import CkptmanError
-from ckptman.format.paths import run_folder
-from ckptman.scheduler.chain_record import Chain, Spec
+from ckptman.jobs.chain_record import Chain, Spec
+from ckptman.storage.catalog import writer_lock
+from ckptman.storage.catalog.writer_lock import claim, read_owner
+from ckptman.storage.format.paths import run_folder
 from tests.helpers import unprivileged
 from tests.helpers.ranks import say, start_ranks
 

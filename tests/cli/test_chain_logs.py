@@ -11,7 +11,7 @@ import pytest
 
 from ckptman.cli import chain_logs
 from ckptman.cli.app import main
-from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, Spec
+from ckptman.jobs.chain_record import AttemptRecord, Chain, EndRecord, Spec
 from tests.helpers.forkserver import run
 
 

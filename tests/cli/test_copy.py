@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.backends import source as copysource
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog
 from ckptman.cli import progress
 from ckptman.cli.app import main
 from ckptman.cli.progress import left_text
 from ckptman.forecast.transfer_time import Remaining
-from ckptman.transfer.progress import Meter
+from ckptman.storage.catalog.backends import source as copysource
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.transfer.progress import Meter
 from tests.helpers.checkpoints import commit, flip_byte, steps_of
 
 
@@ -145,7 +145,7 @@ def test_what_plain_dcp_wrote_is_copied_and_what_that_means_is_said(root, ends):
 
 
 def test_a_destination_that_keeps_all_in_memory_is_told(root, capsys, monkeypatch):
-    monkeypatch.setattr("ckptman.catalog.backends.local_draft.drop_all", lambda *_: True)
+    monkeypatch.setattr("ckptman.storage.catalog.backends.local_draft.drop_all", lambda *_: True)
     assert copied() == 0
     assert "  not proved: that it is on storage, for this file system keeps" in capsys.readouterr().out
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
 from ckptman.cli.app import main
-from ckptman.format.paths import step_folder
-from ckptman.loading.box_reader import BoundedState, boxes
-from tests.dcp.test_values import WRITERS, bits, noise
-from tests.dcp.test_values import save as save_as
+from ckptman.engine.loading.box_reader import BoundedState, boxes
+from ckptman.storage.format.paths import step_folder
+from tests.engine.dcp.test_values import WRITERS, bits, noise
+from tests.engine.dcp.test_values import save as save_as
 from tests.helpers.checkpoints import flip_byte
 from tests.helpers.ranks import run_ranks
 
@@ -225,7 +225,7 @@ def test_saved_by_one_rank_and_by_four(tmp_path, diff, monkeypatch):
     assert diff["w.rows"]["relative_norm"] == pytest.approx(1 / norm, rel=1e-5)
 
     frugal = BoundedState.read(tmp_path / "same-4")
-    monkeypatch.setattr("ckptman.loading.box_reader.KEPT_BYTES", 1)
+    monkeypatch.setattr("ckptman.engine.loading.box_reader.KEPT_BYTES", 1)
     assert all(frugal.digests(file) is not None for file in frugal.index.files)
     assert len(frugal._digests) == 1, "digests grow with a checkpoint"
     assert diff(tmp_path / "same-4", tmp_path / "same-4", "--read") == 0

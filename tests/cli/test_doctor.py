@@ -13,14 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
-import ckptman.io.file_writer  # noqa: F401 so that no check imports NumPy in a process of its own
+import ckptman.storage.io.file_writer  # noqa: F401 so that no check imports NumPy in a process of its own
 from ckptman.cli import doctor as verb
 from ckptman.cli.app import main
-from ckptman.doctor import examine as checks
-from ckptman.doctor import filesystem_checks, renames
-from ckptman.doctor.finding import Finding
-from ckptman.doctor.job_environment import TorchFacts
-from ckptman.doctor.mount import FAMILIES, LOCAL
+from ckptman.tools.doctor import examine as checks
+from ckptman.tools.doctor import filesystem_checks, renames
+from ckptman.tools.doctor.finding import Finding
+from ckptman.tools.doctor.job_environment import TorchFacts
+from ckptman.tools.doctor.mount import FAMILIES, LOCAL
 from tests.helpers.checkpoints import commit
 from tests.helpers.forkserver import Python
 
@@ -182,7 +182,7 @@ def test_a_job_that_is_broken_is_1(ends, monkeypatch):
 )
 def test_a_torch_that_hangs_or_dies_is_told(torch_facts, told, monkeypatch, ends):
     monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "ckptman.state.installed_torch", SimpleNamespace(torch_facts=torch_facts))
+    monkeypatch.setitem(sys.modules, "ckptman.engine.state.installed_torch", SimpleNamespace(torch_facts=torch_facts))
     printed = ends(1, "doctor", "--timeout", "0.2" if "0.2" in told else "60")
     assert told in printed.err
     if "0.2" in told:

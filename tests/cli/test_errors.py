@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from ckptman.catalog.verified import VERIFIED
 from ckptman.cli.app import main
 from ckptman.runtime.journal import Journal
+from ckptman.storage.catalog.verified import VERIFIED
 from tests.helpers.checkpoints import commit, flip_byte
 
 STEP, TEN = "step-0000000009", "step-0000000010"

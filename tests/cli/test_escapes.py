@@ -8,12 +8,12 @@ import torch
 import ckptman
 from ckptman import errors
 from ckptman.cli.app import main
-from ckptman.format.index import Index, Unit, read_index
-from ckptman.format.manifest import read_manifest
-from ckptman.format.paths import INDEX
+from ckptman.storage.format.index import Index, Unit, read_index
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.format.paths import INDEX
 from ckptman.train.__main__ import main as train
+from tests.engine.loading.test_damage import forge
 from tests.helpers.checkpoints import commit
-from tests.loading.test_damage import forge
 
 EVIL = "w\x1b]0;PWNED\x07\x1b[2J\u202e\nError: all is well"
 SHOWN = r"w\x1b]0;PWNED\x07\x1b[2J\u202e\nError: all is well"

@@ -9,9 +9,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import ckptman
-from ckptman.catalog.reader_lease import look
 from ckptman.cli.app import main
-from ckptman.dcp.adopt import adopt
+from ckptman.engine.dcp.adopt import adopt
+from ckptman.storage.catalog.reader_lease import look
 from tests.helpers.checkpoints import flip_byte
 
 pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.filterwarnings("ignore:.*in a single process")]

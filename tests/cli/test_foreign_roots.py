@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import ckptman
 from ckptman.cli.app import main
 from ckptman.errors import NotFoundError
-from ckptman.format import safetensors
+from ckptman.storage.format import safetensors
 from tests.helpers.checkpoints import commit
 
 pytestmark = pytest.mark.usefixtures("forked")

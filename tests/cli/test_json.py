@@ -14,12 +14,12 @@ import pytest
 import ckptman.data.resumable_loader  # noqa: F401 so that no process of a probe takes seconds to import torch
 from ckptman import __version__
 from ckptman.cli.app import main
-from ckptman.format import paths
-from ckptman.format.manifest import Mesh
+from ckptman.storage.format import paths
+from ckptman.storage.format.manifest import Mesh
 from tests.helpers.checkpoints import commit, flip_byte
 from tests.helpers.journals import write_journal
 from tests.helpers.node_memory import nodes_with
-from tests.monitoring.invented_run import invented
+from tests.tools.monitoring.invented_run import invented
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text(encoding="utf-8"))
 LOADER = "from torch.utils.data import DataLoader\n\ndef make_loader(num_workers):\n    return DataLoader(range(64), 4)"

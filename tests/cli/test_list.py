@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.verified import remember_damage
 from ckptman.cli.app import main
-from ckptman.format.manifest import Mesh
+from ckptman.storage.catalog.verified import remember_damage
+from ckptman.storage.format.manifest import Mesh
 from tests.helpers.checkpoints import commit
 
 

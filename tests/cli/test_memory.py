@@ -8,12 +8,12 @@ import sys
 import psutil
 import pytest
 
-from ckptman.catalog.backends.node_memory import NodeMemory, found_on
 from ckptman.cli.app import main
-from ckptman.doctor.job_environment import check_left_in_memory
-from ckptman.format import paths
-from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
+from ckptman.storage.catalog.backends.node_memory import NodeMemory, found_on
+from ckptman.storage.format import paths
+from ckptman.storage.format.paths import journal_path
+from ckptman.tools.doctor.job_environment import check_left_in_memory
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import holds
 from tests.helpers.node_memory import hold, live_rank, memory_of, nodes_with

@@ -9,9 +9,9 @@ import ckptman.data.resumable_loader  # noqa: F401 so that no process of a probe
 from ckptman.cli.app import main
 from ckptman.cli.probe import _reading_text
 from ckptman.data.probe import Measurement, Pass, Probed, Weight
-from ckptman.doctor.mount import FAMILIES, Mount
 from ckptman.forecast.data_rate import Need
 from ckptman.runtime.journal import Journal
+from ckptman.tools.doctor.mount import FAMILIES, Mount
 from ckptman.train.dataset.tokenfile import META, TOKENS, TokenMeta
 
 PROGRAM = """
@@ -134,5 +134,5 @@ def test_ctrl_c_ends_it(monkeypatch):
     def interrupted(*given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckptman.io.isolated_process.IsolatedProcess.receive", interrupted)
+    monkeypatch.setattr("ckptman.storage.io.isolated_process.IsolatedProcess.receive", interrupted)
     assert main(["probe", "loader", "program.py:make_loader"]) == 130

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog import prune as prune_module
-from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.pins import PINNED, read_pin
-from ckptman.catalog.reader_lease import lease
-from ckptman.catalog.stored_policy import read_policy, write_policy
-from ckptman.catalog.verified import VERIFIED
 from ckptman.cli import console
 from ckptman.cli.app import main
-from ckptman.format.paths import retention_path, run_folder, step_folder
 from ckptman.policies.retention_rules import AtMost, KeepBest, KeepLast, KeepSteps, RetentionPolicy
+from ckptman.storage.catalog import prune as prune_module
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.catalog.pins import PINNED, read_pin
+from ckptman.storage.catalog.reader_lease import lease
+from ckptman.storage.catalog.stored_policy import read_policy, write_policy
+from ckptman.storage.catalog.verified import VERIFIED
+from ckptman.storage.format.paths import retention_path, run_folder, step_folder
 from tests.helpers import unprivileged
 from tests.helpers.checkpoints import commit, flip_byte, steps_of
 
@@ -210,7 +210,7 @@ def test_a_second_prune_of_this_host_waits(root, prune, monkeypatch):
     ],
 )
 def test_without_options_the_rules_of_the_run_count(policy, options, steps, root, prune, monkeypatch):
-    from ckptman.doctor import quota
+    from ckptman.tools.doctor import quota
 
     size = Catalog(root).entry(100).require_manifest().total_bytes
     monkeypatch.setattr(quota, "capacity_bytes", lambda root: size * 4)

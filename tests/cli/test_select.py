@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from ckptman.catalog.backends import object_store
-from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.cli.select import choose_objects
-from ckptman.format.manifest import Nonfinite
+from ckptman.storage.catalog.backends import object_store
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.format.manifest import Nonfinite
 from tests.helpers.checkpoints import commit, steps_of
 
 NOTE = (

@@ -9,9 +9,9 @@ import pytest
 from ckptman.cli.app import main
 from ckptman.cli.options import parse_seconds
 from ckptman.errors import ConfigError, NotFoundError
-from ckptman.format.paths import journal_path
 from ckptman.runtime.failure_trace import Trace, read_trace, trace_of
 from ckptman.runtime.journal import Journal
+from ckptman.storage.format.paths import journal_path
 
 HOUR = 3600.0
 

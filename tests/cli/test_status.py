@@ -11,7 +11,7 @@ import pytest
 from ckptman.cli.app import main
 from tests.helpers.forkserver import Python
 from tests.helpers.journals import make_root
-from tests.monitoring.invented_run import invented
+from tests.tools.monitoring.invented_run import invented
 
 
 @pytest.fixture

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from ckptman import __version__
-from ckptman.catalog import catalog as catalogue
-from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.cli.verify import parse_mesh, parse_world_sizes
 from ckptman.errors import CkptmanError, CorruptError
-from ckptman.format.index import Index
-from ckptman.format.manifest import FileRecord, read_manifest
-from ckptman.format.paths import CHUNKS, INDEX
-from ckptman.io import file_reader
-from ckptman.io.checksums import digest_bytes
-from ckptman.io.durable_files import Disk
+from ckptman.storage.catalog import catalog as catalogue
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.format.index import Index
+from ckptman.storage.format.manifest import FileRecord, read_manifest
+from ckptman.storage.format.paths import CHUNKS, INDEX
+from ckptman.storage.io import file_reader
+from ckptman.storage.io.checksums import digest_bytes
+from ckptman.storage.io.durable_files import Disk
 from ckptman.tools.verify import check as verify_checks
 from ckptman.tools.verify import verify_process
 from ckptman.tools.verify.reports import LoadReport, PlanReport
@@ -219,7 +219,7 @@ def test_pickles_that_could_not_be_looked_at_are_told_with_the_reason(tmp_path, 
         raise CkptmanError("the loading check ended with exit code -9")
 
     commit(tmp_path, 100)
-    monkeypatch.setattr("ckptman.integrity.folder_check.only_pickled", lambda *_: True)
+    monkeypatch.setattr("ckptman.storage.integrity.folder_check.only_pickled", lambda *_: True)
     monkeypatch.setattr(verify_process, "refused_on", fail)
     assert main(["verify", str(tmp_path)]) == 10
     why = "that what is pickled in it loads: the loading check ended with exit code -9"
@@ -497,7 +497,7 @@ def test_what_cannot_be_looked_at_any_more_is_not_gone(tmp_path, meanwhile, monk
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     commit(tmp_path, 100)
-    meanwhile(lambda: monkeypatch.setattr("ckptman.catalog.verified.identify", away))
+    meanwhile(lambda: monkeypatch.setattr("ckptman.storage.catalog.verified.identify", away))
     assert main(["verify", str(tmp_path)]) == 10
     assert "step 100: not checked, its manifest cannot be read any more (Stale file handle)" in capsys.readouterr().out
 

@@ -22,8 +22,8 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckptman
+from ckptman.engine.state.named_state import snapshot
 from ckptman.errors import ConfigError
-from ckptman.state.named_state import snapshot
 
 SAMPLES = 23
 EPOCHS = 2

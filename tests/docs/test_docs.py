@@ -29,11 +29,11 @@ import typer
 import ckptman
 from ckptman import errors
 from ckptman.cli.app import make_app
-from ckptman.format.index import Index
-from ckptman.format.manifest import Manifest
 from ckptman.policies import retention
 from ckptman.policies import save_policies as saving
 from ckptman.runtime.outcome import Outcome
+from ckptman.storage.format.index import Index
+from ckptman.storage.format.manifest import Manifest
 from ckptman.train.config import Config
 from tests.helpers.forkserver import programs
 

@@ -7,10 +7,10 @@ import pytest
 
 from ckptman.checkpointer import Checkpointer
 from ckptman.cli.app import main
-from ckptman.format.paths import outcome_path, run_folder, step_folder
+from ckptman.jobs.chain_record import Chain, Spec
 from ckptman.policies.save_policies import EverySteps
 from ckptman.runtime.outcome import read_outcome
-from ckptman.scheduler.chain_record import Chain, Spec
+from ckptman.storage.format.paths import outcome_path, run_folder, step_folder
 from tests.helpers.apps import App
 from tests.helpers.ranks import say, start_ranks
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptman
-from ckptman.catalog.catalog import Catalog
-from ckptman.format.paths import outcome_path
-from ckptman.io.durable_files import DISK, Disk
 from ckptman.runtime.outcome import read_outcome
-from tests.dcp.test_values import save
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.format.paths import outcome_path
+from ckptman.storage.io.durable_files import DISK, Disk
+from tests.engine.dcp.test_values import save
 from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks

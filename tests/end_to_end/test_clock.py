@@ -6,17 +6,17 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.prune import plan_prune
 from ckptman.cli.app import main
-from ckptman.format.paths import journal_path, outcome_path
+from ckptman.jobs.chain import newest_sequence
 from ckptman.policies.calendar import KeepWithin
 from ckptman.policies.retention import plan
 from ckptman.policies.retention_rules import LATEST_SECONDS, Record, is_known_time
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
-from ckptman.scheduler.chain import newest_sequence
 from ckptman.session.timings import Timings
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.catalog.prune import plan_prune
+from ckptman.storage.format.paths import journal_path, outcome_path
 from tests.helpers.checkpoints import commit
 
 DAY = 86_400.0

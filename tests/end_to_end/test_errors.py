@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 
 import ckptman
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.io.durable_files import DISK, Disk
-from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.engine.loading.checkpoint_reader import SavedState
+from ckptman.engine.saving.retention_runner import RetentionRunner
+from ckptman.engine.saving.writer import CheckpointWriter, Content
 from ckptman.policies.save_policies import Decision
 from ckptman.runtime.outcome import read_outcome
-from ckptman.saving.retention_runner import RetentionRunner
-from ckptman.saving.writer import CheckpointWriter, Content
-from tests.dcp.test_values import save
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.io.durable_files import DISK, Disk
+from tests.engine.dcp.test_values import save
 from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
 
 REAL_OPEN = os.open
-READ = "ckptman.loading.checkpoint_reader.read_wanted"
+READ = "ckptman.engine.loading.checkpoint_reader.read_wanted"
 
 
 def open_run(root, app, disk=DISK, **options):
@@ -170,8 +170,8 @@ def no_memory_left(*_, **__):
     [
         ("os.open", refused(errno.EMFILE), "not enough memory or open files"),
         ("torch.empty", no_memory_left, "not enough memory or open files"),
-        ("ckptman.loading.checkpoint_reader.open_table", no_memory_for_numpy, "not enough memory"),
-        ("ckptman.io.threads.aligned_memory", failed(errno.ENOMEM), "not enough memory"),
+        ("ckptman.engine.loading.checkpoint_reader.open_table", no_memory_for_numpy, "not enough memory"),
+        ("ckptman.storage.io.threads.aligned_memory", failed(errno.ENOMEM), "not enough memory"),
         (READ, RuntimeError("CUDA error: out of memory"), "not enough memory"),
         (READ, RuntimeError("CUDA error: illegal"), "device of rank 0 failed .*usable"),
         ("os.preadv", failed(errno.ENOTCONN), "file system does not answer on rank 0 .*not connected.* is not usable"),
@@ -183,7 +183,7 @@ def no_memory_left(*_, **__):
 @pytest.mark.leaves("chunks.bin")  # the parameter keeps its traceback
 def test_what_is_no_fault_of_the_checkpoint_is_not_laid_to_it(tmp_path, what, fault, told, monkeypatch):
     save_steps(tmp_path, 2, with_average(App()))
-    monkeypatch.setattr("ckptman.io.threads._free", deque())
+    monkeypatch.setattr("ckptman.storage.io.threads._free", deque())
     with (
         open_run(tmp_path, with_average(App(seed=3), is_new=True)) as checkpointer,
         mock.patch(what, side_effect=fault),

@@ -15,8 +15,8 @@ import torch
 
 import ckptman
 from ckptman import Checkpointer, ConfigError, MismatchError
-from ckptman.format.paths import outcome_path
 from ckptman.runtime.outcome import read_outcome
+from ckptman.storage.format.paths import outcome_path
 from tests.helpers.ranks import run_ranks
 
 

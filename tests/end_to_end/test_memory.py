@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 import ckptman
-from ckptman.catalog import rollback
+from ckptman.engine.saving import memory_saves
 from ckptman.policies import EverySteps, OnStop
 from ckptman.runtime.attempts import highest_attempt
 from ckptman.runtime.journal import read_journal
-from ckptman.saving import memory_saves
+from ckptman.storage.catalog import rollback
 from tests.helpers.apps import App
 from tests.helpers.checkpoints import flip_byte
 from tests.helpers.node_memory import shm

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.verified import read_verified
 from ckptman.cli.app import main
-from ckptman.format.manifest import read_manifest
-from ckptman.format.paths import MANIFEST, step_folder
-from ckptman.io.durable_files import PRIVATE_ENV
 from ckptman.session import run_session as attempt
-from tests.dcp.test_values import save
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.catalog.verified import read_verified
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.format.paths import MANIFEST, step_folder
+from ckptman.storage.io.durable_files import PRIVATE_ENV
+from tests.engine.dcp.test_values import save
 from tests.helpers.apps import App
 from tests.helpers.checkpoints import flip_byte
 from tests.helpers.ranks import run_ranks

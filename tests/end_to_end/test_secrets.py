@@ -5,13 +5,13 @@ import json
 import pytest
 
 import ckptman
-from ckptman.catalog.backends.backend import find_url
-from ckptman.catalog.backends.object_store import ObjectBackend
-from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, RootError, masked
-from ckptman.format.paths import journal_path, outcome_path, tiers_path
 from ckptman.runtime.journal import Journal
+from ckptman.storage.catalog.backends.backend import find_url
+from ckptman.storage.catalog.backends.object_store import ObjectBackend
+from ckptman.storage.catalog.tiers import write_tiers
+from ckptman.storage.format.paths import journal_path, outcome_path, tiers_path
 from tests.helpers.checkpoints import commit
 
 

@@ -13,24 +13,24 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptman
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.prune import execute, plan_prune
-from ckptman.catalog.writer_lock import claim, read_owner
 from ckptman.cli.console import plain
-from ckptman.format.index import read_index
-from ckptman.format.manifest import FileRecord, is_plain_name, read_manifest
-from ckptman.format.paths import owner_path, run_folder
-from ckptman.io.checksums import digest_file
-from ckptman.io.durable_files import DISK, PRIVATE_ENV, Disk, holding
-from ckptman.io.safe_open import open_regular, read_regular
+from ckptman.jobs.chain_record import Chain
 from ckptman.runtime.failure_trace import read_trace
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import Outcome, read_outcome, write_outcome
-from ckptman.scheduler.chain_record import Chain
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.catalog.prune import execute, plan_prune
+from ckptman.storage.catalog.writer_lock import claim, read_owner
+from ckptman.storage.format.index import read_index
+from ckptman.storage.format.manifest import FileRecord, is_plain_name, read_manifest
+from ckptman.storage.format.paths import owner_path, run_folder
+from ckptman.storage.io.checksums import digest_file
+from ckptman.storage.io.durable_files import DISK, PRIVATE_ENV, Disk, holding
+from ckptman.storage.io.safe_open import open_regular, read_regular
+from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
 from ckptman.tools.exporting.formats import config_file
 from ckptman.train.dataset.tokenfile import read_meta
-from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from tests.faults.hostile import look_at
 from tests.faults.hostile_foreign import FOLDERS
 from tests.faults.hostile_ours import ROOTS

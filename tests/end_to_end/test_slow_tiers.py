@@ -19,26 +19,26 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.catalog import reader_lease as lease_module
-from ckptman.catalog.backends import local as answering
-from ckptman.catalog.backends.local import answers
-from ckptman.catalog.backends.object_store import ObjectBackend
-from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.tiers import read_tiers, write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import RootError
-from ckptman.format.paths import outcome_path
 from ckptman.policies.tiers import Tier
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.outcome import read_outcome
 from ckptman.session import drain_process as draining
 from ckptman.session import restorer as restore
 from ckptman.session.drain_process import Drainer
-from ckptman.transfer.copy import copy_checkpoint
-from ckptman.transfer.drain import plan_drain
-from tests.catalog.test_tiers import drain, root, steps
+from ckptman.storage.catalog import reader_lease as lease_module
+from ckptman.storage.catalog.backends import local as answering
+from ckptman.storage.catalog.backends.local import answers
+from ckptman.storage.catalog.backends.object_store import ObjectBackend
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.catalog.tiers import read_tiers, write_tiers
+from ckptman.storage.format.paths import outcome_path
+from ckptman.storage.transfer.copy import copy_checkpoint
+from ckptman.storage.transfer.drain import plan_drain
 from tests.end_to_end.test_tiers import events, run
 from tests.helpers.ranks import start_ranks
+from tests.storage.catalog.test_tiers import drain, root, steps
 
 __all__ = ["root"]
 

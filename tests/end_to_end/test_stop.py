@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 import ckptman
 from ckptman.checkpointer import Checkpointer
-from ckptman.format.paths import journal_path, outcome_path
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
+from ckptman.storage.format.paths import journal_path, outcome_path
 from tests.helpers.apps import App
 from tests.helpers.ranks import run_ranks
 

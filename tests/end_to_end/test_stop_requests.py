@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ckptman.format.paths import outcome_path
 from ckptman.runtime.outcome import read_outcome
+from ckptman.storage.format.paths import outcome_path
 from tests.end_to_end.stop_program import KINDS, LOOPS
 from tests.helpers.faulty_disk import drawn
 from tests.helpers.forkserver import Python

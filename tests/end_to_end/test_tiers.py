@@ -11,18 +11,18 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.catalog.backends.backend import open_backend
-from ckptman.catalog.backends.object_store import ObjectBackend
-from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.errors import CkptmanError, ConfigError
-from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
 from ckptman.session import drain_process
-from tests.catalog.test_tiers import steps
+from ckptman.storage.catalog.backends.backend import open_backend
+from ckptman.storage.catalog.backends.object_store import ObjectBackend
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.format.paths import journal_path
 from tests.helpers.checkpoints import flip_byte
 from tests.helpers.object_store import bucket_fixture, proxy_fixture
 from tests.helpers.ranks import run_ranks
+from tests.storage.catalog.test_tiers import steps
 
 __all__ = ["bucket_fixture", "proxy_fixture"]
 

@@ -16,18 +16,18 @@ from collections import Counter
 
 import pytest
 
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.pins import pin
-from ckptman.catalog.prune import execute, plan_prune
-from ckptman.catalog.reader_lease import GoneError, lease, reading
-from ckptman.catalog.writer_lock import claim
 from ckptman.errors import CorruptError, NotFoundError
-from ckptman.format.paths import step_folder
-from ckptman.integrity.folder_check import verify_folder
-from ckptman.io.durable_files import DISK
 from ckptman.policies.retention_rules import KeepEvery, KeepLast, KeepSteps
-from ckptman.transfer.copy import copy_checkpoint
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.catalog.pins import pin
+from ckptman.storage.catalog.prune import execute, plan_prune
+from ckptman.storage.catalog.reader_lease import GoneError, lease, reading
+from ckptman.storage.catalog.writer_lock import claim
+from ckptman.storage.format.paths import step_folder
+from ckptman.storage.integrity.folder_check import verify_folder
+from ckptman.storage.io.durable_files import DISK
+from ckptman.storage.transfer.copy import copy_checkpoint
 from tests.helpers.faulty_disk import save
 
 EVERY_STEPS = 25

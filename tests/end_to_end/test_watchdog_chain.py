@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.format.paths import journal_path, stacks_path
 from ckptman.policies.hang_timeout import Patience
 from ckptman.runtime.journal import read_journal
+from ckptman.storage.format.paths import journal_path, stacks_path
 from ckptman.train.tokenize import tokenize
 from tests.helpers.forkserver import programs
 

@@ -15,10 +15,10 @@ from typing import Literal
 from unittest import mock
 
 import ckptman
-from ckptman.catalog.tiers import read_tiers, write_tiers
-from ckptman.format.paths import step_folder
-from ckptman.transfer import drain
-from ckptman.transfer.copy import CopyOptions
+from ckptman.storage.catalog.tiers import read_tiers, write_tiers
+from ckptman.storage.format.paths import step_folder
+from ckptman.storage.transfer import drain
+from ckptman.storage.transfer.copy import CopyOptions
 from tests.faults.crash import goes_on_as_a_run, loaded
 from tests.faults.deaths import die_everywhere, impatient
 from tests.faults.reads import command

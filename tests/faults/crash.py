@@ -14,12 +14,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import ckptman
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.prune import execute, plan_prune
-from ckptman.format.paths import outcome_path, parse_step, step_folder
-from ckptman.io.durable_files import DISK
-from ckptman.saving import finite_check
+from ckptman.engine.saving import finite_check
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.catalog.prune import execute, plan_prune
+from ckptman.storage.format.paths import outcome_path, parse_step, step_folder
+from ckptman.storage.io.durable_files import DISK
 from tests.faults.deaths import die_everywhere, impatient
 from tests.faults.subject import blank, content, open_run, save_versions, version_of
 from tests.helpers.faulty_disk import holds, rewrite, save

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 from unittest import mock
 
-from ckptman.catalog import writer_lock
+from ckptman.storage.catalog import writer_lock
 from tests.faults.limits import in_child, limit
 from tests.faults.powercut import LOSSES, Flushes, survive, watched
 from tests.faults.tap import DEAD, Tap

@@ -15,7 +15,7 @@ from pathlib import Path
 from shutil import rmtree
 
 import ckptman
-from ckptman.format.paths import step_folder
+from ckptman.storage.format.paths import step_folder
 from tests.faults import mounts
 from tests.faults.limits import in_child
 from tests.faults.mounts import NoMount, ext4, read_only, tmpfs

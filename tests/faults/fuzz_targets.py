@@ -16,19 +16,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.catalog.verified import VERIFIED, identify, note_verified, read_verified
-from ckptman.catalog.writer_lock import read_owner, this_process
+from ckptman.engine.loading.checkpoint_reader import SavedState, resolve
+from ckptman.engine.loading.restricted_unpickler import load_plain
+from ckptman.engine.state.file_layout import payload_of
 from ckptman.errors import CorruptError, FormatVersionError
-from ckptman.format.manifest import FileRecord, read_manifest
-from ckptman.format.pickle_guard import HostilePickle, check_pickle
-from ckptman.format.value_codec import TensorRef, decode, encode, tensor_ref
-from ckptman.io.checksums import digest_bytes
-from ckptman.io.durable_files import DISK
-from ckptman.loading.checkpoint_reader import SavedState, resolve
-from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
-from ckptman.state.file_layout import payload_of
+from ckptman.storage.catalog.verified import VERIFIED, identify, note_verified, read_verified
+from ckptman.storage.catalog.writer_lock import read_owner, this_process
+from ckptman.storage.format.manifest import FileRecord, read_manifest
+from ckptman.storage.format.pickle_guard import HostilePickle, check_pickle
+from ckptman.storage.format.value_codec import TensorRef, decode, encode, tensor_ref
+from ckptman.storage.io.checksums import digest_bytes
+from ckptman.storage.io.durable_files import DISK
 from tests.faults.subject import content, save_versions
 
 REFUSALS = (CorruptError, FormatVersionError)

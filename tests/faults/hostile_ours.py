@@ -11,9 +11,9 @@ from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
 
+from tests.engine.loading.test_damage import forge
 from tests.faults.hostile_pickles import BOMBS, COMMANDS
 from tests.helpers.faulty_disk import rewrite
-from tests.loading.test_damage import forge
 
 STEP = "step-0000000007"
 OUTSIDE = "CKPTMAN_FAULTS_OUTSIDE"

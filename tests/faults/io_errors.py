@@ -15,12 +15,12 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog
 from ckptman.errors import RootError
-from ckptman.format.paths import run_folder, step_folder
-from ckptman.io.durable_files import DISK, Disk
-from ckptman.transfer.copy import CopyOptions, copy_checkpoint
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.format.paths import run_folder, step_folder
+from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
 from tests.faults.crash import STORES, Store, goes_on, held
 from tests.faults.disks import CASE_SECONDS, WAYS, fail_and_go_on, judge_save
 from tests.faults.limits import Ended, in_child, limit

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptman
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog
-from ckptman.format.paths import journal_path, step_folder
 from ckptman.runtime.journal import read_journal
-from ckptman.transfer.copy import CopyOptions, copy_checkpoint
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.format.paths import journal_path, step_folder
+from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
 from tests.faults.limits import limit
 from tests.faults.mutants import apply
 from tests.faults.subject import blank, bytes_of, content, open_run, version_of

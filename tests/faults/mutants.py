@@ -17,31 +17,31 @@ import torch
 
 import ckptman
 from ckptman import checkpointer, errors
-from ckptman.catalog import catalog as catalogue
-from ckptman.catalog import prune, tiers
-from ckptman.catalog import writer_lock as owner
-from ckptman.catalog.backends import local as place
-from ckptman.catalog.backends import local_draft
-from ckptman.comm import control_group as ranks
-from ckptman.comm import replicas
-from ckptman.dcp import storage
-from ckptman.format import chunk_table as chunks
-from ckptman.format import index, manifest
-from ckptman.format.paths import step_folder
-from ckptman.io import checked_reader as ranges
-from ckptman.io import file_writer as blockio
-from ckptman.io.durable_files import Disk
-from ckptman.loading import checkpoint_reader as saved
-from ckptman.loading import exchange as sharing
-from ckptman.loading import loader
-from ckptman.loading import read_tensors as reading
-from ckptman.loading import restricted_unpickler as foreign
+from ckptman.engine.comm import control_group as ranks
+from ckptman.engine.comm import replicas
+from ckptman.engine.dcp import storage
+from ckptman.engine.loading import checkpoint_reader as saved
+from ckptman.engine.loading import exchange as sharing
+from ckptman.engine.loading import loader
+from ckptman.engine.loading import read_tensors as reading
+from ckptman.engine.loading import restricted_unpickler as foreign
+from ckptman.engine.saving import saver
+from ckptman.engine.state import named_state, tensor_digest
+from ckptman.engine.state import step_record as recorded
 from ckptman.policies import retention
-from ckptman.saving import saver
 from ckptman.session import restorer
-from ckptman.state import named_state, tensor_digest
-from ckptman.state import step_record as recorded
-from ckptman.transfer import drain
+from ckptman.storage.catalog import catalog as catalogue
+from ckptman.storage.catalog import prune, tiers
+from ckptman.storage.catalog import writer_lock as owner
+from ckptman.storage.catalog.backends import local as place
+from ckptman.storage.catalog.backends import local_draft
+from ckptman.storage.format import chunk_table as chunks
+from ckptman.storage.format import index, manifest
+from ckptman.storage.format.paths import step_folder
+from ckptman.storage.io import checked_reader as ranges
+from ckptman.storage.io import file_writer as blockio
+from ckptman.storage.io.durable_files import Disk
+from ckptman.storage.transfer import drain
 
 
 def _no_digests():

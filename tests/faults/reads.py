@@ -6,7 +6,7 @@ import warnings
 
 import ckptman
 from ckptman.cli.app import main
-from ckptman.format.paths import step_folder
+from ckptman.storage.format.paths import step_folder
 from tests.faults.subject import blank, open_run, untouched, version_of
 
 

@@ -1,7 +1,7 @@
 """Where the bytes of a checkpoint are and what they are for, so that damage reaches every kind of them."""
 
-from ckptman.format.paths import CHUNKS, INDEX, MANIFEST, METADATA
-from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.engine.loading.checkpoint_reader import SavedState
+from ckptman.storage.format.paths import CHUNKS, INDEX, MANIFEST, METADATA
 
 _WHOLE = {MANIFEST: "manifest", METADATA: ".metadata", INDEX: "index", CHUNKS: "chunk table"}
 _BY_PREFIX = {"blocks-": "block digests", "values-": "values of a rank"}

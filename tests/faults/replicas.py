@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ckptman
-from ckptman.comm.control_group import Channel
+from ckptman.engine.comm.control_group import Channel
+from ckptman.engine.saving.staging import Stager
 from ckptman.errors import CkptmanError
-from ckptman.format.manifest import read_manifest
-from ckptman.format.paths import journal_path, step_folder
 from ckptman.runtime.journal import read_journal
-from ckptman.saving.staging import Stager
-from tests.comm.test_replicas import MESHES, change_one, layout
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.format.paths import journal_path, step_folder
+from tests.engine.comm.test_replicas import MESHES, change_one, layout
 from tests.faults.mutants import apply
 from tests.faults.subject import open_run
 from tests.helpers.ranks import run_ranks

@@ -5,7 +5,7 @@ import math
 import torch
 
 import ckptman
-from ckptman.io.durable_files import DISK
+from ckptman.storage.io.durable_files import DISK
 from tests.helpers.faulty_disk import saving_to
 
 POISON = 0xA5

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.errors import CorruptError
-from ckptman.io.durable_files import DISK
+from ckptman.storage.io.durable_files import DISK
 from tests.faults.__main__ import KINDS, report, run_apart
 from tests.faults.limits import in_child
 from tests.faults.mutants import MUTANTS

@@ -25,10 +25,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from xxhash import xxh3_128_hexdigest
 
 import ckptman
-from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.writer_lock import read_owner
-from ckptman.format.paths import outcome_path
 from ckptman.runtime.outcome import read_outcome
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.catalog.writer_lock import read_owner
+from ckptman.storage.format.paths import outcome_path
 from tests.faults.limits import in_child
 from tests.faults.mutants import apply
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ckptman.catalog.backends.local import LocalBackend
 from ckptman.errors import EXIT_OK, NotFoundError
+from ckptman.storage.catalog.backends.local import LocalBackend
 from tests.filesystems.training import finish, read_beside_prunes, running, step_names, use_what_goes
 from tests.helpers.ranks import start_ranks
 

@@ -3,11 +3,11 @@
 import pytest
 
 FOLDERS = (
-    "catalog",
-    "saving",
-    "io",
-    "doctor",
-    "transfer",
+    "storage/catalog",
+    "engine/saving",
+    "storage/io",
+    "tools/doctor",
+    "storage/transfer",
     "cli/test_prune.py",
     "cli/test_list.py",
     "cli/test_verify.py",

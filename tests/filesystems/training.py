@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptman
-from ckptman.catalog.writer_lock import claim
 from ckptman.cli.app import main
-from ckptman.format.paths import parse_step
+from ckptman.storage.catalog.writer_lock import claim
+from ckptman.storage.format.paths import parse_step
 from tests.helpers.ranks import say, start_ranks
 
 PARAMETERS, ROWS, COLUMNS = 3, 256, 256

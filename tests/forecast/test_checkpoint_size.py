@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ckptman
+from ckptman.engine.state.meta_model import tensors_of
 from ckptman.errors import ConfigError, IntervalError
 from ckptman.forecast.checkpoint_size import (
     SCHEDULED_VALUES,
@@ -32,9 +33,8 @@ from ckptman.forecast.gpu_memory import (
     memory_figures,
     root_parameters,
 )
-from ckptman.format.manifest import read_manifest
-from ckptman.format.paths import step_folder
-from ckptman.state.meta_model import tensors_of
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.format.paths import step_folder
 from ckptman.train.config import ModelConfig, OptimizerConfig, ParallelConfig
 from ckptman.train.loop import build_optimizer, build_scheduler
 from ckptman.train.model import Decoder, token_loss_sum

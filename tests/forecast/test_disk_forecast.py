@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.forecast.disk_forecast import Saves, cadence_seconds, disk_figures, most_kept
 from ckptman.policies.retention import (
@@ -28,6 +27,7 @@ from ckptman.policies.retention import (
     plan,
 )
 from ckptman.policies.save_policies import AtStep, DalyInterval, EverySeconds, EverySteps, InitTimeInterval, OnStop
+from ckptman.storage.catalog.catalog import Catalog
 from tests.cli.test_plan import CONFIG, planned
 
 HOUR, DAY = 3600.0, 86_400.0

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptman.comm.peers import Place, receivers
+from ckptman.engine.comm.peers import Place, receivers
+from ckptman.engine.saving import memory_saves
+from ckptman.engine.saving.part_exchange import PartExchange
 from ckptman.errors import IntervalError
 from ckptman.forecast.failure_costs import (
     DISK_ALONE,
@@ -21,10 +23,8 @@ from ckptman.forecast.failure_costs import (
 )
 from ckptman.forecast.goodput import Costs, shares
 from ckptman.forecast.save_costs import Life, Saving, TierRates, tier_figures
-from ckptman.io.durable_files import DISK
 from ckptman.policies import CostShare, EverySeconds, EverySteps
-from ckptman.saving import memory_saves
-from ckptman.saving.part_exchange import PartExchange
+from ckptman.storage.io.durable_files import DISK
 
 GB = 10**9
 SAVING = Saving(total_bytes=64 * GB, largest_bytes=2 * GB, staging_bytes_per_second=10e9)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from ckptman.io.checksums import digest_bytes
+from ckptman.storage.io.checksums import digest_bytes
 from ckptman.train.dataset.tokenfile import META, TOKENS, TokenMeta
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import ckptman
-from ckptman.format.paths import step_folder
-from tests.dcp.test_values import differing
+from ckptman.storage.format.paths import step_folder
+from tests.engine.dcp.test_values import differing
 from tests.helpers.fake_device import FakeDevice
 
 WAIT = 20.0

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import ckptman
-from ckptman.format.paths import step_folder
-from tests.dcp.test_values import differing
+from ckptman.storage.format.paths import step_folder
+from tests.engine.dcp.test_values import differing
 from tests.gpu.device import BUSY, Run, busy, check_saved, open_run, saved, values_of
 
 STEPS = 6

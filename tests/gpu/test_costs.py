@@ -7,10 +7,10 @@ import psutil
 import torch
 from torch import nn
 
-from ckptman.io.threads import Worker
-from ckptman.saving.staging import Stager
+from ckptman.engine.saving.staging import Stager
+from ckptman.storage.io.threads import Worker
+from tests.engine.saving.test_staging import file_of
 from tests.gpu.device import open_run
-from tests.saving.test_staging import file_of
 
 ROUNDS = 7
 MIB = 1 << 20

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import ckptman
-from ckptman.format.paths import step_folder
-from ckptman.saving.writer import CheckpointWriter
+from ckptman.engine.saving.writer import CheckpointWriter
+from ckptman.storage.format.paths import step_folder
 from tests.gpu.device import BUSY, WAIT, Run, busy, check_saved, open_run
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.format.paths import journal_path
-from ckptman.health.device import open_device
 from ckptman.policies.health import HealthSample
+from ckptman.runtime.health.device import open_device
 from ckptman.runtime.journal import read_journal
 from ckptman.session import run_health
+from ckptman.storage.format.paths import journal_path
 
 SAMPLES = 20
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.io.threads import Worker
+from ckptman.engine.saving.staging import Stager
 from ckptman.policies import EverySteps
-from ckptman.saving.staging import Stager
-from tests.dcp.test_values import differing
+from ckptman.storage.io.threads import Worker
+from tests.engine.dcp.test_values import differing
+from tests.engine.saving.test_staging import file_of
 from tests.gpu.device import BUSY, Cuda, Run, busy, check_saved, open_run, values_of
 from tests.gpu.test_costs import MIB, staging_rates
 from tests.helpers.node_memory import shm
 from tests.helpers.ranks import say, start_ranks
-from tests.saving.test_staging import file_of
 
 __all__ = ["shm"]
 

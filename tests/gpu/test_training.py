@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptman
-from ckptman.format.manifest import read_manifest
-from ckptman.format.paths import step_folder
 from ckptman.runtime.journal import read_journal
-from tests.dcp.test_values import differing
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.format.paths import step_folder
+from tests.engine.dcp.test_values import differing
 from tests.gpu.bundled import EXIT_AGAIN, STEPS, make_tokens, start_ranks
 from tests.gpu.device import open_run, values_of
 from tests.helpers.ranks import alone, run_ranks

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.format.paths import data_name, step_folder
-from tests.dcp.test_values import blank, differing, noise
+from ckptman.storage.format.paths import data_name, step_folder
+from tests.engine.dcp.test_values import blank, differing, noise
 from tests.gpu.device import open_run, values_of
 from tests.helpers.checkpoints import flip_byte
 

@@ -5,16 +5,16 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.verified import read_verified
-from ckptman.format.chunk_table import assemble
-from ckptman.format.index import Index, Unit
-from ckptman.format.manifest import FileRecord, Manifest, Mesh, read_manifest
-from ckptman.format.paths import CHUNKS, INDEX, METADATA, blocks_name, data_name, new_nonce, step_folder
-from ckptman.format.value_codec import encode
-from ckptman.io.checksums import BLOCK_BYTES, digest_bytes
-from ckptman.io.durable_files import Disk
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.catalog.verified import read_verified
+from ckptman.storage.format.chunk_table import assemble
+from ckptman.storage.format.index import Index, Unit
+from ckptman.storage.format.manifest import FileRecord, Manifest, Mesh, read_manifest
+from ckptman.storage.format.paths import CHUNKS, INDEX, METADATA, blocks_name, data_name, new_nonce, step_folder
+from ckptman.storage.format.value_codec import encode
+from ckptman.storage.io.checksums import BLOCK_BYTES, digest_bytes
+from ckptman.storage.io.durable_files import Disk
 
 
 class QuickDisk(Disk):

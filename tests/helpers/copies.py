@@ -8,17 +8,17 @@ from threading import Lock
 
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog
-from ckptman.format.paths import DOT, MANIFEST, step_folder
-from ckptman.io.durable_files import DISK
-from ckptman.transfer.copy import CopyOptions, copy_checkpoint
-from ckptman.transfer.progress import Meter
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.format.paths import DOT, MANIFEST, step_folder
+from ckptman.storage.io.durable_files import DISK
+from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
+from ckptman.storage.transfer.progress import Meter
 
 _OWNS = """
 import sys
 from pathlib import Path
-from ckptman.catalog.writer_lock import claim
+from ckptman.storage.catalog.writer_lock import claim
 claim(Path(sys.argv[1]), "run", None)
 print("now", flush=True)
 sys.stdin.read()

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_map
 
-from ckptman.state import local_shards
+from ckptman.engine.state import local_shards
 
 WAIT = 20.0
 """Seconds after which a thread that waits for another one gives up."""

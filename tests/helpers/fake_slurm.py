@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from ckptman.scheduler.slurm.commands import Slurm
+from ckptman.jobs.slurm.commands import Slurm
 
 PROGRAM = """#!{python} -S
 import json, os, sys, time

@@ -17,13 +17,13 @@ from unittest.mock import patch
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog
-from ckptman.format.manifest import FileRecord, Manifest
-from ckptman.format.paths import blocks_name, data_name, new_nonce, step_folder
-from ckptman.integrity.folder_check import check_coverage, verify_folder
-from ckptman.io.checksums import BLOCK_BYTES, digest_bytes
-from ckptman.io.durable_files import DISK, Disk
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.format.manifest import FileRecord, Manifest
+from ckptman.storage.format.paths import blocks_name, data_name, new_nonce, step_folder
+from ckptman.storage.integrity.folder_check import check_coverage, verify_folder
+from ckptman.storage.io.checksums import BLOCK_BYTES, digest_bytes
+from ckptman.storage.io.durable_files import DISK, Disk
 from tests.helpers.checkpoints import blocks_of, index_files
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ WHEN = ("before", "midway", "after")
 @contextmanager
 def saving_to(disk):
     """Have each Checkpointer and StorageWriter that is made inside save to this disk."""
-    with mock.patch("ckptman.checkpointer.DISK", disk), mock.patch("ckptman.dcp.storage.DISK", disk):
+    with mock.patch("ckptman.checkpointer.DISK", disk), mock.patch("ckptman.engine.dcp.storage.DISK", disk):
         yield
 
 

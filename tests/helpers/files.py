@@ -6,10 +6,10 @@ import os
 import random
 from types import SimpleNamespace
 
-from ckptman.io import file_writer
-from ckptman.io.checked_reader import Wanted
-from ckptman.io.checksums import Digests, digest_file
-from ckptman.io.file_reader import FileReader
+from ckptman.storage.io import file_writer
+from ckptman.storage.io.checked_reader import Wanted
+from ckptman.storage.io.checksums import Digests, digest_file
+from ckptman.storage.io.file_reader import FileReader
 
 KIB, MIB = 1024, 1024 * 1024
 BLOCK = 128 * KIB

@@ -3,7 +3,7 @@
 import json
 import time
 
-from ckptman.format.paths import journal_path
+from ckptman.storage.format.paths import journal_path
 from tests.helpers.checkpoints import commit
 
 

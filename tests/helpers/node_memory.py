@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.backends.node_memory import NodeMemory, Owner
-from ckptman.catalog.tier_identity import make_identity
-from ckptman.format.manifest import read_manifest
-from ckptman.format.paths import rank_of
+from ckptman.storage.catalog.backends.node_memory import NodeMemory, Owner
+from ckptman.storage.catalog.tier_identity import make_identity
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.format.paths import rank_of
 from tests.helpers.checkpoints import commit
 
 _LIVE_RANK = """
 import sys
 from pathlib import Path
-from ckptman.catalog.backends.node_memory import NodeMemory
+from ckptman.storage.catalog.backends.node_memory import NodeMemory
 memory = NodeMemory.at(Path(sys.argv[1]))
 memory.open(memory.owner())
 print("open", flush=True)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.scheduler.chain_record import Chain, find_chains
+from ckptman.jobs.chain_record import Chain, find_chains
 from tests.helpers import counting_run
 
 

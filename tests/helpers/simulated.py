@@ -5,12 +5,12 @@ import os
 import numpy as np
 import torch
 
-from ckptman.format.chunk_table import assemble
-from ckptman.format.index import Index
-from ckptman.format.manifest import FileRecord, Manifest
-from ckptman.format.paths import CHUNKS, INDEX, data_name
-from ckptman.io.checksums import BLOCK_BYTES, digest_bytes
-from ckptman.state.file_layout import frame_of
+from ckptman.engine.state.file_layout import frame_of
+from ckptman.storage.format.chunk_table import assemble
+from ckptman.storage.format.index import Index
+from ckptman.storage.format.manifest import FileRecord, Manifest
+from ckptman.storage.format.paths import CHUNKS, INDEX, data_name
+from ckptman.storage.io.checksums import BLOCK_BYTES, digest_bytes
 
 Described = tuple[str, str, tuple[int, ...]]
 
@@ -56,7 +56,7 @@ def simulate(folder, tensors, ranks, *, frames=True):
 
 def reseal(folder, table):
     """Put another chunk table in a checkpoint, with digests that are right: what no digest can find."""
-    from ckptman.format.manifest import read_manifest
+    from ckptman.storage.format.manifest import read_manifest
 
     manifest = read_manifest(folder)
     data = table.astype("<i8").tobytes()

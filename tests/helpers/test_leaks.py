@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ckptman.io import checksums
+from ckptman.storage.io import checksums
 from tests.helpers import leaks
 from tests.helpers.leaks import Leaks, Patches
 

@@ -14,11 +14,11 @@ import psutil
 import torch
 
 import ckptman
-from ckptman.catalog.rollback import execute, plan_rollback
 from ckptman.integrations import append_only
 from ckptman.integrations.append_only import AppendOnlyTracker
 from ckptman.runtime.attempts import highest_attempt
 from ckptman.session import tracker_threads
+from ckptman.storage.catalog.rollback import execute, plan_rollback
 from tests.helpers.ranks import say, start_ranks
 
 SAVED_EVERY = 4

@@ -5,13 +5,13 @@ import threading
 import pytest
 
 from ckptman.errors import ConfigError
-from ckptman.format.paths import DOT, run_folder
 from ckptman.integrations import append_only
 from ckptman.integrations.append_only import AppendOnlyTracker, require
 from ckptman.integrations.mlflow import MLflowTracker
 from ckptman.integrations.tensorboard import TensorBoardTracker
 from ckptman.integrations.wandb import WandbTracker
 from ckptman.runtime.tracker import TrackedRun
+from ckptman.storage.format.paths import DOT, run_folder
 from tests.helpers.tracked_run import settle
 
 

@@ -20,8 +20,8 @@ from transformers.trainer_callback import ExportableState
 from xxhash import xxh3_128_hexdigest
 
 import ckptman
+from ckptman.engine.state.step_record import StepRecorder
 from ckptman.integrations.huggingface import CkptmanTrainerMixin
-from ckptman.state.step_record import StepRecorder
 from tests.helpers import forkserver
 from tests.helpers.ranks import run_ranks, start_ranks
 

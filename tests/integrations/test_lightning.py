@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from xxhash import xxh3_128_hexdigest
 
 import ckptman
-from ckptman.state.step_record import StepRecorder
+from ckptman.engine.state.step_record import StepRecorder
 from tests.helpers.ranks import run_ranks, start_ranks
 
 SAMPLES, EPOCHS, ACCUMULATED = 47, 3, 2

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.format.paths import journal_path, outcome_path, step_folder
 from ckptman.policies.crash_loop import MOST_IN_VAIN, Crash, crashes_of, starts_in_vain, suspects
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
+from ckptman.storage.format.paths import journal_path, outcome_path, step_folder
 
 RESTORED = ("restored", 100)
 CRASHED = ("failed", 120)

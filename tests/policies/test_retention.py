@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.writer_lock import claim
-from ckptman.format.paths import journal_path
+from ckptman.engine.saving.retention_runner import RetentionRunner
+from ckptman.engine.saving.writer import SaveInfo
 from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
 from ckptman.policies.retention import over_limit, plan, slip, untouchables
 from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy
 from ckptman.runtime.journal import Journal, read_journal
-from ckptman.saving.retention_runner import RetentionRunner
-from ckptman.saving.writer import SaveInfo
+from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.catalog.writer_lock import claim
+from ckptman.storage.format.paths import journal_path
 from tests.helpers.checkpoints import commit, steps_of
 
 DAY = 86_400.0

@@ -5,9 +5,9 @@ import shutil
 import pytest
 
 import ckptman
-from ckptman.format.manifest import read_manifest
-from ckptman.format.paths import DOT, journal_path, outcome_path, step_folder
 from ckptman.runtime.attempts import highest_attempt
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.format.paths import DOT, journal_path, outcome_path, step_folder
 
 
 def attempt(root, **options):

@@ -15,10 +15,10 @@ import pytest
 
 import ckptman
 from ckptman import NotFoundError
-from ckptman.format.paths import journal_path
 from ckptman.runtime import journal as journal_module
 from ckptman.runtime.journal import Journal, previous_path, read_journal
 from ckptman.runtime.measurements import save_seconds
+from ckptman.storage.format.paths import journal_path
 
 
 def test_one_line_per_event(tmp_path):

@@ -11,13 +11,13 @@ import torch
 
 import ckptman
 from ckptman import checkpointer as checkpointer_module
-from ckptman.format.paths import journal_path
-from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.save_policies import SavePolicy
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.measurements import StartUp, save_seconds, start_up, steps_per_second, typical_save_seconds
 from ckptman.runtime.outcome import reported_nodes
 from ckptman.session.timings import Timings
+from ckptman.storage.format.paths import journal_path
+from ckptman.storage.io.durable_files import DISK, Disk
 from tests.helpers.faulty_disk import saving_to
 
 

@@ -3,9 +3,9 @@
 import itertools
 import json
 
-from ckptman.format.paths import metrics_path
 from ckptman.runtime import metrics_log
 from ckptman.runtime.metrics_log import MetricsLog, metric_names, read_metric
+from ckptman.storage.format.paths import metrics_path
 
 
 def log_of(root, attempt=1):

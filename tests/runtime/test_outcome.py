@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ckptman import ConfigError, CorruptError
-from ckptman.io.durable_files import Disk
 from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, attempt_number, read_outcome, write_outcome
+from ckptman.storage.io.durable_files import Disk
 
 STOPPED = Outcome("stopped", 120, "SIGTERM on rank 2", 75, "/scratch/run/checkpoints", 2, 1795269780.5, 4711, "n1")
 

@@ -5,13 +5,13 @@ import logging
 
 import pytest
 
-import ckptman.catalog.writer_lock as lock
-from ckptman.catalog.writer_lock import claim, read_owner
-from ckptman.format.paths import journal_path, run_folder
-from ckptman.io.durable_files import Disk
+import ckptman.storage.catalog.writer_lock as lock
 from ckptman.runtime import requests as requests_module
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.requests import Requests, answer, leave
+from ckptman.storage.catalog.writer_lock import claim, read_owner
+from ckptman.storage.format.paths import journal_path, run_folder
+from ckptman.storage.io.durable_files import Disk
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import torch
 
 import ckptman
 from ckptman.errors import ConfigError
-from ckptman.format.paths import journal_path
 from ckptman.policies.hang_timeout import Patience, Progress
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import OUTCOME_ENV, reported_nodes
 from ckptman.session import run_health
+from ckptman.storage.format.paths import journal_path
 from tests.helpers.ranks import run_ranks
 
 FAST = ckptman.HealthThresholds(period_seconds=0.01)

@@ -11,10 +11,10 @@ import torch
 
 import ckptman
 from ckptman.errors import EXIT_STALLED
-from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.notify import NOTIFY_ENV
 from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV
+from ckptman.storage.format.paths import journal_path
 
 
 @pytest.fixture

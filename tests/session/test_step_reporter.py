@@ -15,11 +15,11 @@ import torch
 
 import ckptman
 from ckptman.errors import ConfigError
-from ckptman.format.paths import journal_path, outcome_path
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
 from ckptman.session import step_reporter, tracker_threads
 from ckptman.session.tracker_threads import Behind
+from ckptman.storage.format.paths import journal_path, outcome_path
 from tests.helpers.fake_device import fake_devices
 from tests.helpers.tracked_run import drain, settle
 

@@ -19,10 +19,8 @@ import torch.distributed as dist
 import ckptman
 from ckptman._torch_compat import group_timeouts
 from ckptman.checkpointer import Checkpointer
-from ckptman.comm.hang_report import HangReport
+from ckptman.engine.comm.hang_report import HangReport
 from ckptman.errors import EXIT_STALLED, ConfigError
-from ckptman.format.paths import journal_path, outcome_path, stacks_path
-from ckptman.io.durable_files import Disk
 from ckptman.policies import hang_timeout
 from ckptman.policies.crash_loop import crashes_of
 from ckptman.policies.hang_timeout import Patience
@@ -31,6 +29,8 @@ from ckptman.runtime.outcome import read_outcome
 from ckptman.runtime.watchdog import Watchdog
 from ckptman.session import watchdog_actions
 from ckptman.session.watchdog_actions import patience_of
+from ckptman.storage.format.paths import journal_path, outcome_path, stacks_path
+from ckptman.storage.io.durable_files import Disk
 from ckptman.train.launch import Launch
 from ckptman.train.rendezvous import meet
 from tests.helpers.apps import App

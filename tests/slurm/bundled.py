@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from ckptman.format.manifest import read_manifest
-from ckptman.format.paths import journal_path, step_folder
 from ckptman.runtime.journal import read_journal
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.format.paths import journal_path, step_folder
 from tests.helpers.forkserver import programs
 from tests.helpers.scenarios import Scene, submit
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.scheduler.chain_record import find_chains
-from ckptman.scheduler.slurm import batch_script
+from ckptman.jobs.chain_record import find_chains
+from ckptman.jobs.slurm import batch_script
 from tests.helpers.counting_run import counting, there
 from tests.helpers.scenarios import SCENARIOS, SRUN, Scene, names, play, script, submit
 

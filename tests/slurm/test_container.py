@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.scheduler.chain_record import find_chains
+from ckptman.jobs.chain_record import find_chains
 from tests.slurm.test_templates import RANKS, WAITING, rendered
 
 BOUND = ("usr", "root", "home", "opt", "tmp")

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from ckptman.format.paths import journal_path, stacks_path
 from ckptman.policies.hang_timeout import Patience
 from ckptman.runtime.journal import read_journal
+from ckptman.storage.format.paths import journal_path, stacks_path
 from tests.helpers.forkserver import worker_of
 from tests.slurm.bundled import begin, check, script, trains
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.monitoring import ledger as ledger_module
-from ckptman.monitoring.ledger import KINDS
-from ckptman.monitoring.report import read_reports
+from ckptman.tools.monitoring import ledger as ledger_module
+from ckptman.tools.monitoring.ledger import KINDS
+from ckptman.tools.monitoring.report import read_reports
 from tests.helpers.forkserver import programs
 from tests.helpers.scenarios import Scene, script, submit
 from tests.slurm.ledger_run import OWN_STEPS, SILENT_SECONDS, STEP_SECONDS, WATCHDOG_SECONDS

@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ckptman.format.paths import MEMORY_PATH, journal_path, step_folder
 from ckptman.runtime.journal import read_journal
+from ckptman.storage.format.paths import MEMORY_PATH, journal_path, step_folder
 from tests.helpers.forkserver import worker_of
 from tests.helpers.scenarios import Scene
 from tests.slurm.bundled import check, trains

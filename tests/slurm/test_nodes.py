@@ -3,7 +3,7 @@
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.scheduler.chain_record import find_chains
+from ckptman.jobs.chain_record import find_chains
 from tests.helpers.scenarios import script, submit
 from tests.slurm.cluster import CRED_SECONDS
 

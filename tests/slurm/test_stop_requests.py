@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from ckptman.format.paths import outcome_path
 from ckptman.runtime.outcome import read_outcome
+from ckptman.storage.format.paths import outcome_path
 from tests.end_to_end.stop_program import KINDS
 from tests.end_to_end.test_stop_requests import PROGRAM, SIGNALS
 from tests.helpers.faulty_disk import drawn

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.scheduler.chain_record import find_chains
+from ckptman.jobs.chain_record import find_chains
 
 pytestmark = pytest.mark.timeout(600)
 

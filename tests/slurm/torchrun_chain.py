@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.format.paths import journal_path
+from ckptman.jobs.chain_record import find_chains
 from ckptman.runtime.journal import read_journal
-from ckptman.scheduler.chain_record import find_chains
+from ckptman.storage.format.paths import journal_path
 from tests.helpers import forkserver
 from tests.helpers.scenarios import Scene
 from tests.slurm.bundled import SHAPE, paced

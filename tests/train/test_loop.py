@@ -10,9 +10,9 @@ import psutil
 import pytest
 import torch
 
-from ckptman.format.manifest import read_manifest
-from ckptman.format.paths import step_folder
 from ckptman.runtime.journal import read_journal
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.format.paths import step_folder
 from ckptman.train.__main__ import main
 from ckptman.train.report import StepReport
 from ckptman.train.tokenize import tokenize

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ckptman.errors import ConfigError, ExistsError, NotFoundError
-from ckptman.io.checksums import digest_file, digest_of_blocks
-from ckptman.io.durable_files import DISK
+from ckptman.storage.io.checksums import digest_file, digest_of_blocks
+from ckptman.storage.io.durable_files import DISK
 from ckptman.train import tokenize as module
 from ckptman.train.dataset.tokenfile import META, TOKENIZER, TOKENS, dtype_for, map_tokens, read_meta
 from ckptman.train.tokenize import END_OF_TEXT, find_files, main, read_pieces, tokenize

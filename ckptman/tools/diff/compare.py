@@ -13,11 +13,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckptman._tracebacks import short_traceback
-from ckptman.catalog.reader_lease import reading
+from ckptman.engine.loading.box_reader import BoundedState
 from ckptman.errors import ConfigError
-from ckptman.format.chunk_table import item_bytes
-from ckptman.loading.box_reader import BoundedState
 from ckptman.run import checkpoint_at
+from ckptman.storage.catalog.reader_lease import reading
+from ckptman.storage.format.chunk_table import item_bytes
 from ckptman.tools.diff.diff import TensorDiff, diff_tensors
 from ckptman.tools.diff.values import ValueDiff, diff_values
 

@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ckptman.engine.loading.box_reader import PIECE_BYTES, Batch, BoxReader, Refused, boxes, prefetched
+from ckptman.engine.loading.checkpoint_reader import SavedState
 from ckptman.errors import CorruptError
-from ckptman.loading.box_reader import PIECE_BYTES, Batch, BoxReader, Refused, boxes, prefetched
-from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.tools.diff.difference import Difference, comparable, measure, measuring_threads
 from ckptman.tools.diff.digest_compare import digests_agree, same_containers
 

@@ -6,11 +6,11 @@ import os
 
 import numpy as np
 
+from ckptman.engine.loading.checkpoint_reader import SavedState
 from ckptman.errors import CorruptError
-from ckptman.format.paths import digests_name
-from ckptman.io.checksums import DIGEST_BYTES
-from ckptman.io.safe_open import open_regular
-from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.storage.format.paths import digests_name
+from ckptman.storage.io.checksums import DIGEST_BYTES
+from ckptman.storage.io.safe_open import open_regular
 
 PIECE_BYTES = 4 * 1024 * 1024
 

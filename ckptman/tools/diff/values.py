@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from ckptman.engine.loading.box_reader import why_refused
+from ckptman.engine.loading.checkpoint_reader import SavedState
+from ckptman.engine.state.file_layout import as_bytes
+from ckptman.engine.state.local_shards import is_dense
 from ckptman.errors import CorruptError
-from ckptman.format.value_codec import TensorRef, leaves_in
-from ckptman.loading.box_reader import why_refused
-from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.state.file_layout import as_bytes
-from ckptman.state.local_shards import is_dense
+from ckptman.storage.format.value_codec import TensorRef, leaves_in
 
 Kind = Literal["same", "changed", "added", "removed"]
 

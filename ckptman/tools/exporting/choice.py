@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ckptman.engine.loading.checkpoint_reader import SavedState, resolve
 from ckptman.errors import ConfigError, plain
-from ckptman.format.value_codec import Keys, TensorRef, leaves_in, without
-from ckptman.loading.checkpoint_reader import SavedState, resolve
+from ckptman.storage.format.value_codec import Keys, TensorRef, leaves_in, without
 from ckptman.tools.exporting.target import Format
 
 MODEL = "model"

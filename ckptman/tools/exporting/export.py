@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import get_args
 
 from ckptman._tracebacks import short_traceback
-from ckptman.catalog.reader_lease import reading
+from ckptman.engine.loading.box_reader import BoundedState, BoxReader
+from ckptman.engine.loading.checkpoint_reader import SavedState
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError
-from ckptman.format.paths import MANIFEST, METADATA
-from ckptman.format.renaming import renaming
-from ckptman.io.durable_files import DISK
-from ckptman.io.file_scan import Stamp, stamp_of
-from ckptman.loading.box_reader import BoundedState, BoxReader
-from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.run import checkpoint_at
+from ckptman.storage.catalog.reader_lease import reading
+from ckptman.storage.format.paths import MANIFEST, METADATA
+from ckptman.storage.format.renaming import renaming
+from ckptman.storage.io.durable_files import DISK
+from ckptman.storage.io.file_scan import Stamp, stamp_of
 from ckptman.tools.exporting.choice import CASTS, Choice, Item, choose, excluding
 from ckptman.tools.exporting.formats import config_file, dcp_files, safetensors_files, torch_file
 from ckptman.tools.exporting.target import OLD, Format, check_target, clear_leftovers, draft_of

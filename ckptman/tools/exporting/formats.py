@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 from ckptman._torch_compat import fake_tensors
+from ckptman.engine.loading.box_reader import boxes
+from ckptman.engine.loading.restricted_unpickler import load_plain
+from ckptman.engine.saving.index_writer import write_metadata
+from ckptman.engine.saving.write_plan import make_rows
+from ckptman.engine.state.file_layout import Layout, WriteRecorder, in_order, pickled
+from ckptman.engine.state.named_state import replace_refs
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
-from ckptman.format import safetensors
-from ckptman.format.chunk_table import ChunkTable, assemble
-from ckptman.format.index import Location
-from ckptman.format.paths import METADATA, data_name
-from ckptman.format.value_codec import Keys, TensorRef
-from ckptman.io.safe_open import read_regular
-from ckptman.loading.box_reader import boxes
-from ckptman.loading.restricted_unpickler import load_plain
-from ckptman.saving.index_writer import write_metadata
-from ckptman.saving.write_plan import make_rows
-from ckptman.state.file_layout import Layout, WriteRecorder, in_order, pickled
-from ckptman.state.named_state import replace_refs
+from ckptman.storage.format import safetensors
+from ckptman.storage.format.chunk_table import ChunkTable, assemble
+from ckptman.storage.format.index import Location
+from ckptman.storage.format.paths import METADATA, data_name
+from ckptman.storage.format.value_codec import Keys, TensorRef
+from ckptman.storage.io.safe_open import read_regular
 from ckptman.tools.exporting.choice import Choice, Item, leaves
 from ckptman.tools.exporting.target import CONFIG, commented, save_id
 from ckptman.tools.exporting.write import FilePlan, parts_of

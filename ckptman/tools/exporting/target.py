@@ -15,12 +15,12 @@ from typing import Literal
 
 from xxhash import xxh3_64_hexdigest
 
-from ckptman.catalog.writer_lock import Owner, process_lives, this_process
 from ckptman.errors import ConfigError, CorruptError, ExistsError
-from ckptman.format.paths import MANIFEST, METADATA, data_name, parse_step
-from ckptman.format.safetensors import INDEX_NAME, has_mark, is_file_name
-from ckptman.io.durable_files import Disk
-from ckptman.io.safe_open import open_regular
+from ckptman.storage.catalog.writer_lock import Owner, process_lives, this_process
+from ckptman.storage.format.paths import MANIFEST, METADATA, data_name, parse_step
+from ckptman.storage.format.safetensors import INDEX_NAME, has_mark, is_file_name
+from ckptman.storage.io.durable_files import Disk
+from ckptman.storage.io.safe_open import open_regular
 
 Format = Literal["safetensors", "torch", "dcp"]
 CONFIG = "config.json"

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 
+from ckptman.engine.loading.box_reader import PIECE_BYTES, Batch, BoxReader, Shape, boxes, prefetched
+from ckptman.engine.state.file_layout import as_bytes, view_of
 from ckptman.errors import ConfigError
-from ckptman.io.durable_files import Disk
-from ckptman.io.file_writer import FileWriter
-from ckptman.loading.box_reader import PIECE_BYTES, Batch, BoxReader, Shape, boxes, prefetched
-from ckptman.state.file_layout import as_bytes, view_of
+from ckptman.storage.io.durable_files import Disk
+from ckptman.storage.io.file_writer import FileWriter
 from ckptman.tools.exporting.choice import CASTS, Item
 
 _CAST_ELEMENTS = 256 * 1024

@@ -13,9 +13,9 @@ from ckptman.tools.verify import verify_process
 from ckptman.tools.verify.reports import LoadReport, PlanReport, VerifyReport
 
 if TYPE_CHECKING:
-    from ckptman.catalog.catalog import Entry
-    from ckptman.format.foreign import ForeignCheckpoint
-    from ckptman.format.manifest import Manifest
+    from ckptman.storage.catalog.catalog import Entry
+    from ckptman.storage.format.foreign import ForeignCheckpoint
+    from ckptman.storage.format.manifest import Manifest
 
 NAMES_TOLD = 3
 Progress = Callable[[str, int | None], AbstractContextManager[Callable[[float], None] | None]]
@@ -41,8 +41,8 @@ class Wishes:
 
 def check_bytes(entry: Entry, wishes: Wishes) -> VerifyReport:
     """Check digests and coverage of an entry, complete or not; without digests where only a plan is asked for."""
-    from ckptman.catalog.verified import identify
-    from ckptman.format.manifest import missing_file, read_manifest
+    from ckptman.storage.catalog.verified import identify
+    from ckptman.storage.format.manifest import missing_file, read_manifest
 
     report = VerifyReport(entry.step, entry.path, newer_format=entry.newer_format, mesh=wishes.mesh)
     if entry.newer_format is not None:
@@ -69,7 +69,7 @@ def check_bytes(entry: Entry, wishes: Wishes) -> VerifyReport:
 
 def check_foreign(found: ForeignCheckpoint, wishes: Wishes) -> VerifyReport:
     """Check what another program wrote, as far as it describes itself. Needs torch."""
-    from ckptman.io.file_scan import default_threads
+    from ckptman.storage.io.file_scan import default_threads
     from ckptman.tools.verify import foreign_check, foreign_files
 
     report = VerifyReport(None, found.path, written_by=found.writer, mesh=wishes.mesh)
@@ -153,7 +153,7 @@ def _plan(report: VerifyReport, wishes: Wishes) -> Iterator[PlanReport]:
 
 def check_worth(report: VerifyReport, entry: Entry, known: Sequence[Entry]) -> None:
     """Remark on a checkpoint that is not finite, or whose parameters are all those of the commit before it."""
-    from ckptman.integrity.repeated_content import stale_parameters
+    from ckptman.storage.integrity.repeated_content import stale_parameters
 
     if entry.nonfinite and report.is_checked:
         report.remarks.append(f"NaN or infinity in {entry.nonfinite}, as it was saved")
@@ -174,8 +174,8 @@ def check_worth(report: VerifyReport, entry: Entry, known: Sequence[Entry]) -> N
 
 def neighbours(entries: Sequence[Entry], every: bool) -> Sequence[Entry]:
     """Return the entries among which the commit before one is looked for: those of its root."""
-    from ckptman.catalog.catalog import Catalog
-    from ckptman.format.paths import parse_step
+    from ckptman.storage.catalog.catalog import Catalog
+    from ckptman.storage.format.paths import parse_step
 
     if every or not entries:
         return entries
@@ -190,8 +190,8 @@ def neighbours(entries: Sequence[Entry], every: bool) -> Sequence[Entry]:
 
 def remember(report: VerifyReport, entry: Entry) -> None:
     """Note beside the manifest what was proved, or found damaged. If that fails, it is a remark."""
-    from ckptman.catalog.verified import forget_verified, note_damaged, note_verified
-    from ckptman.io.durable_files import DISK
+    from ckptman.storage.catalog.verified import forget_verified, note_damaged, note_verified
+    from ckptman.storage.io.durable_files import DISK
 
     if report.identity is None or not (report.is_checked or report.is_damaged):
         return
@@ -219,8 +219,8 @@ def remember(report: VerifyReport, entry: Entry) -> None:
 
 def see_whether_it_stayed(report: VerifyReport) -> None:
     """Take back all findings if a run deleted the checkpoint, or saved it again, while it was read."""
-    from ckptman.catalog.reader_lease import is_gone
-    from ckptman.catalog.verified import identify
+    from ckptman.storage.catalog.reader_lease import is_gone
+    from ckptman.storage.catalog.verified import identify
 
     if report.gone is not None:
         return
@@ -242,7 +242,7 @@ def see_whether_it_stayed(report: VerifyReport) -> None:
 
 
 def _check_files(report: VerifyReport, manifest: Manifest, wishes: Wishes) -> None:
-    from ckptman.integrity.folder_check import check_sizes, verify_folder
+    from ckptman.storage.integrity.folder_check import check_sizes, verify_folder
 
     begun = time.perf_counter()
     if wishes.plan_only:
@@ -258,8 +258,8 @@ def _check_files(report: VerifyReport, manifest: Manifest, wishes: Wishes) -> No
 
 
 def _check_coverage(report: VerifyReport, manifest: Manifest, wishes: Wishes) -> None:
-    from ckptman.format.index import read_index
-    from ckptman.integrity.folder_check import check_coverage, only_pickled
+    from ckptman.storage.format.index import read_index
+    from ckptman.storage.integrity.folder_check import check_coverage, only_pickled
 
     try:
         index = read_index(report.path, manifest)

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ckptman.engine.loading.checkpoint_reader import ChunkPlace, SavedState
+from ckptman.engine.loading.restricted_unpickler import load_plain
 from ckptman.errors import CorruptError
-from ckptman.format.chunk_table import Chunks, Ints
-from ckptman.format.torch_zip import PartOfFile
-from ckptman.io.safe_open import open_regular
-from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
-from ckptman.loading.restricted_unpickler import load_plain
+from ckptman.storage.format.chunk_table import Chunks, Ints
+from ckptman.storage.format.torch_zip import PartOfFile
+from ckptman.storage.io.safe_open import open_regular
 
 Bytes = NDArray[np.uint8]
 _OPEN_FILES = 64

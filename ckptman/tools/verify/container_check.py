@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from ckptman._torch_compat import read_zip
+from ckptman.engine.loading.checkpoint_reader import ChunkPlace
+from ckptman.engine.state.file_layout import Frame, frame_of
 from ckptman.errors import CorruptError
-from ckptman.format.torch_zip import PartOfFile
-from ckptman.loading.checkpoint_reader import ChunkPlace
-from ckptman.state.file_layout import Frame, frame_of
+from ckptman.storage.format.torch_zip import PartOfFile
 from ckptman.tools.verify.chunk_files import File, Saved, Tensors, rows_of
 
 SAMPLE_BYTES = 4 * 1024 * 1024

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ckptman._torch_compat import read_zip
+from ckptman.engine.loading.checkpoint_reader import SavedState, size_of
+from ckptman.engine.loading.restricted_unpickler import transforms_in
 from ckptman.errors import CorruptError
-from ckptman.format.paths import METADATA
-from ckptman.format.torch_zip import LOCAL_HEADER_BYTES, PartOfFile, data_at, records
-from ckptman.integrity.table_check import check_table
-from ckptman.io.failure_cause import UNREADABLE
-from ckptman.io.safe_open import open_regular
-from ckptman.loading.checkpoint_reader import SavedState, size_of
-from ckptman.loading.restricted_unpickler import transforms_in
+from ckptman.storage.format.paths import METADATA
+from ckptman.storage.format.torch_zip import LOCAL_HEADER_BYTES, PartOfFile, data_at, records
+from ckptman.storage.integrity.table_check import check_table
+from ckptman.storage.io.failure_cause import UNREADABLE
+from ckptman.storage.io.safe_open import open_regular
 
 _READ_BYTES = 1024 * 1024
 _OF_THE_BYTES = (None, errno.ENOENT, *UNREADABLE)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.errors import CorruptError
-from ckptman.format import safetensors
-from ckptman.format.foreign import RANDOM_STATES, TRAINER_STATE, ForeignCheckpoint
-from ckptman.format.paths import MANIFEST, METADATA
-from ckptman.io.safe_open import open_regular, read_regular
+from ckptman.storage.format import safetensors
+from ckptman.storage.format.foreign import RANDOM_STATES, TRAINER_STATE, ForeignCheckpoint
+from ckptman.storage.format.paths import MANIFEST, METADATA
+from ckptman.storage.io.safe_open import open_regular, read_regular
 from ckptman.tools.verify.foreign_check import (
     Container,
     ForeignReport,

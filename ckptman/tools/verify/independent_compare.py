@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_128_digest
 
+from ckptman.engine.loading.checkpoint_reader import ChunkPlace
 from ckptman.errors import CorruptError
-from ckptman.format.chunk_table import Chunks, Ints
-from ckptman.format.coverage import flaw_of
-from ckptman.io.checksums import DIGEST_BYTES, Digests
-from ckptman.io.threads import share_out
-from ckptman.loading.checkpoint_reader import ChunkPlace
+from ckptman.storage.format.chunk_table import Chunks, Ints
+from ckptman.storage.format.coverage import flaw_of
+from ckptman.storage.io.checksums import DIGEST_BYTES, Digests
+from ckptman.storage.io.threads import share_out
 from ckptman.tools.verify.chunk_files import Bytes, Saved, Tensors, rows_of
 
 PIECE_BYTES = 256 * 1024

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from ckptman.engine.loading.checkpoint_reader import SavedState
+from ckptman.engine.saving.refused_values import refusal_of
+from ckptman.engine.state.local_shards import QUANTIZED
 from ckptman.errors import ConfigError, CorruptError
-from ckptman.format.pickle_guard import NotAllowed
-from ckptman.format.value_codec import paths_in
-from ckptman.io.safe_open import open_regular
-from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.saving.refused_values import refusal_of
-from ckptman.state.local_shards import QUANTIZED
+from ckptman.storage.format.pickle_guard import NotAllowed
+from ckptman.storage.format.value_codec import paths_in
+from ckptman.storage.io.safe_open import open_regular
 from ckptman.tools.verify import reports
 
 

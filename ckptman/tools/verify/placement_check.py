@@ -10,9 +10,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ckptman.format.paths import METADATA
-from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.loading.restricted_unpickler import read_foreign_metadata
+from ckptman.engine.loading.checkpoint_reader import SavedState
+from ckptman.engine.loading.restricted_unpickler import read_foreign_metadata
+from ckptman.storage.format.paths import METADATA
 
 MOST_CHUNKS = 2**18
 """Both descriptions are in memory as objects, some KB for each chunk."""

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptman.format.chunk_table import Chunks, Ints
-from ckptman.loading.checkpoint_reader import SavedState, size_of
+from ckptman.engine.loading.checkpoint_reader import SavedState, size_of
+from ckptman.storage.format.chunk_table import Chunks, Ints
 from ckptman.tools.verify import reports
 from ckptman.tools.verify.chunk_files import Saved, Tensors
 from ckptman.tools.verify.container_check import Containers, frame_if_any

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptman.format.chunk_table import Chunks, Ints
-from ckptman.io.checked_reader import GAP_BYTES
-from ckptman.loading.exchange import BAND_BYTES, MEMBERS, SHARED_BYTES
+from ckptman.engine.loading.exchange import BAND_BYTES, MEMBERS, SHARED_BYTES
+from ckptman.storage.format.chunk_table import Chunks, Ints
+from ckptman.storage.io.checked_reader import GAP_BYTES
 from ckptman.tools.verify.chunk_files import Saved, rows_of
 
 

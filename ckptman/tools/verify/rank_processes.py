@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ckptman.errors import RankLostError
-from ckptman.io.isolated_process import IsolatedProcess
+from ckptman.storage.io.isolated_process import IsolatedProcess
 
 Tell = Callable[[str, float], None]
 Work = Callable[[int, Tell], list[str]]

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
 
 if TYPE_CHECKING:
-    from ckptman.catalog.verified import Identity, Level
     from ckptman.errors import FormatVersionError
-    from ckptman.format.manifest import Manifest
-    from ckptman.integrity.damage_report import Damage
+    from ckptman.storage.catalog.verified import Identity, Level
+    from ckptman.storage.format.manifest import Manifest
+    from ckptman.storage.integrity.damage_report import Damage
 
 PROBLEMS_SHOWN = 20
 """Problems of one world size that are told one by one; the others are counted."""

@@ -30,14 +30,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ckptman._torch_compat import make_dtensor
-from ckptman.comm.control_group import Channel, RankFailed
+from ckptman.engine.comm.control_group import Channel, RankFailed
+from ckptman.engine.loading.checkpoint_reader import SavedState, resolve
+from ckptman.engine.loading.exchange import read_together
+from ckptman.engine.loading.read_tensors import fills_for_all, read_fills
+from ckptman.engine.state.local_shards import QUANTIZED
 from ckptman.errors import CkptmanError, RankLostError
-from ckptman.io.threads import THREADS_ENV, cores, io_threads
-from ckptman.loading.checkpoint_reader import SavedState, resolve
-from ckptman.loading.exchange import read_together
-from ckptman.loading.read_tensors import fills_for_all, read_fills
 from ckptman.runtime.host_memory import available_bytes
-from ckptman.state.local_shards import QUANTIZED
+from ckptman.storage.io.threads import THREADS_ENV, cores, io_threads
 from ckptman.tools.verify import reports
 from ckptman.tools.verify.chunk_files import Saved, Tensors
 from ckptman.tools.verify.container_check import Containers

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptman._tracebacks import short_traceback
-from ckptman.catalog.catalog import Catalog, any_will_do, look_at_folder
-from ckptman.catalog.reader_lease import held
-from ckptman.catalog.root_checks import check_is_folder
 from ckptman.errors import ConfigError, NotFoundError
-from ckptman.format.foreign import recognize
-from ckptman.format.paths import is_checkpoint
 from ckptman.policies.parameters import check_count
+from ckptman.storage.catalog.catalog import Catalog, any_will_do, look_at_folder
+from ckptman.storage.catalog.reader_lease import held
+from ckptman.storage.catalog.root_checks import check_is_folder
+from ckptman.storage.format.foreign import recognize
+from ckptman.storage.format.paths import is_checkpoint
 from ckptman.tools.verify import check
 from ckptman.tools.verify.reports import VerifyReport
 

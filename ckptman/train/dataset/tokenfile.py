@@ -14,7 +14,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict
 
 from ckptman.errors import ConfigError, CorruptError, FormatVersionError, NotFoundError
-from ckptman.io.safe_open import read_regular
+from ckptman.storage.io.safe_open import read_regular
 
 TOKENS, META, TOKENIZER = "tokens.bin", "meta.json", "tokenizer.json"
 FORMAT_VERSION = 1
@@ -22,7 +22,7 @@ _MOST_META_BYTES = 1024 * 1024
 
 
 class TokenMeta(BaseModel):
-    """What `meta.json` says. `digest` is the xxh3-128 of tokens.bin by blocks (see ckptman.io.checksums)."""
+    """What `meta.json` says. `digest` is the xxh3-128 of tokens.bin by blocks (see ckptman.storage.io.checksums)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

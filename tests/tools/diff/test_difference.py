@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckptman.tools.diff import difference
 from ckptman.tools.diff.difference import Difference, comparable, has_values, measure, measuring_threads
-from tests.dcp.test_values import DTYPES, QUANTIZED, name_of, noise
+from tests.engine.dcp.test_values import DTYPES, QUANTIZED, name_of, noise
 
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 

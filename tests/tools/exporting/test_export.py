@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptman
-from ckptman.format.safetensors import DTYPES
+from ckptman.storage.format.safetensors import DTYPES
 from ckptman.tools.exporting import formats as export_formats
 from ckptman.tools.exporting import write as export_write
 from ckptman.tools.exporting.export import export
-from tests.dcp.test_values import WRITERS, blank, differing, noise
-from tests.dcp.test_values import save as save_as
+from tests.engine.dcp.test_values import WRITERS, blank, differing, noise
+from tests.engine.dcp.test_values import save as save_as
 from tests.helpers.faulty_disk import Death, FaultyDisk, faults, on_disk
 from tests.helpers.ranks import run_ranks
 

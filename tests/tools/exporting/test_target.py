@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimi
 
 import ckptman
 from ckptman.cli.app import main
-from ckptman.format.paths import MANIFEST
-from ckptman.io.durable_files import Disk
+from ckptman.storage.format.paths import MANIFEST
+from ckptman.storage.io.durable_files import Disk
 from ckptman.tools.exporting import target as export_target
 from ckptman.tools.exporting import write as export_write
 from ckptman.tools.exporting.export import export

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 
 import ckptman
 from ckptman.cli.app import main
-from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.state.file_layout import frame_of
+from ckptman.engine.loading.checkpoint_reader import SavedState
+from ckptman.engine.state.file_layout import frame_of
 from ckptman.tools.verify import foreign_check
 from ckptman.tools.verify.foreign_check import check_foreign
 from tests.faults.regions import flip
@@ -231,7 +231,7 @@ def test_one_that_may_not_be_read_is_not_proved(folder, monkeypatch, capsys):
     def refuse(path, *_, **more):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr("ckptman.loading.restricted_unpickler.read_regular", refuse)
+    monkeypatch.setattr("ckptman.engine.loading.restricted_unpickler.read_regular", refuse)
     assert main(["verify", str(folder), "--json"]) == 10
     (report,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert not report["good"]

@@ -11,19 +11,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import ckptman
-from ckptman.format.index import Index
-from ckptman.format.manifest import read_manifest
-from ckptman.format.paths import CHUNKS, INDEX
-from ckptman.integrity.folder_check import check_coverage
-from ckptman.loading import exchange as sharing
-from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.loading.read_tensors import Cut, fills_for_box, read_fills
+from ckptman.engine.loading import exchange as sharing
+from ckptman.engine.loading.checkpoint_reader import SavedState
+from ckptman.engine.loading.read_tensors import Cut, fills_for_box, read_fills
+from ckptman.storage.format.index import Index
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.format.paths import CHUNKS, INDEX
+from ckptman.storage.integrity.folder_check import check_coverage
 from ckptman.tools.verify import plan_check, plan_ranges
 from ckptman.tools.verify.chunk_files import Saved
 from ckptman.tools.verify.plan_check import plan
 from ckptman.tools.verify.reports import PlanReport
 from ckptman.tools.verify.verify_process import plan_on
-from tests.dcp.test_values import save
+from tests.engine.dcp.test_values import save
 from tests.helpers.ranks import alone
 from tests.helpers.simulated import reseal, simulate
 

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptman
+from ckptman.engine.loading import exchange as sharing
+from ckptman.engine.loading import read_tensors as reading
+from ckptman.engine.loading.checkpoint_reader import SavedState
 from ckptman.errors import ConfigError
-from ckptman.io.checksums import BLOCK_BYTES
-from ckptman.loading import exchange as sharing
-from ckptman.loading import read_tensors as reading
-from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.storage.io.checksums import BLOCK_BYTES
 from ckptman.tools.verify import rank_processes
 from ckptman.tools.verify import reshard_check as module
 from ckptman.tools.verify.chunk_files import Saved

@@ -14,9 +14,9 @@ from ckptman.cli.app import main
 from ckptman.errors import CkptmanError, ConfigError
 from ckptman.tools.verify import verify_process
 from ckptman.tools.verify.verify_process import load_on
+from tests.engine.loading.test_damage import forge
 from tests.helpers.apps import App
 from tests.helpers.ranks import run_ranks
-from tests.loading.test_damage import forge
 
 pytestmark = pytest.mark.usefixtures("forked")
 

@@ -1,0 +1,1 @@
+"""Saves and loads by `torch.distributed.checkpoint` itself."""

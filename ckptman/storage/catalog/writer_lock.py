@@ -1,0 +1,379 @@
+"""Who writes to a root. Two runs that write to one root would rename and prune each other's checkpoints.
+
+A run that claims a root makes the next of the numbered files `owner-000007.json`; the highest number owns the root.
+The file is created exclusively, so each number goes to one claimant, on NFS too; a number stays taken until there is a
+higher one, and nobody moves a claim that may be alive. The owner touches its file every few seconds, and adds a line
+to it when it leaves. A claim that was not given back is dead when its process is, on the same host; from another host,
+when it was not touched for `PATIENCE_SECONDS` while we watched: clocks of two hosts are never compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ckptman.errors import BusyError, CorruptError, RootError
+from ckptman.storage.format.paths import new_nonce, owner_path, parse_owner, run_folder
+from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.safe_open import open_regular, read_regular
+from ckptman.storage.io.threads import Flag
+
+BEAT_SECONDS = 5.0
+PATIENCE_SECONDS = 30.0
+_LOOKS = 10
+_MOST_BYTES = 1024 * 1024
+
+
+_given_up: set[str] = set()
+"""The nonces of claims that this process has given back, whether that could be written down or not."""
+
+
+class Owner(BaseModel):
+    """A process that claims a root.
+
+    `host_key` tells apart boots and containers that share a host name. `start_ticks` (clock ticks since boot) tells
+    apart processes that share a pid; unlike a time of day it cannot change when the clock is set.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+    host: str
+    host_key: str
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
+    start_ticks: int
+    job_id: str | None
+    run_id: str
+    nonce: str
+
+
+def this_process(run_id: str, job_id: str | None) -> Owner:
+    """The owner that this process would be."""
+    _, ticks = _state_and_start(os.getpid()) or ("", 0)
+    return Owner(
+        host=socket.gethostname(),
+        host_key=_host_key(),
+        pid=os.getpid(),
+        start_ticks=ticks,
+        job_id=job_id,
+        run_id=run_id,
+        nonce=new_nonce(),
+    )
+
+
+def read_owner(root: Path) -> Owner | None:
+    """Who claims a root, dead or alive; None if nobody does, or if the claim is rubbish. Raises: RootError."""
+    try:
+        mark = _newest(root)
+    except OSError as error:
+        raise root_error(root, "read", error) from error
+    return mark.owner if mark is not None and not mark.released else None
+
+
+def is_alive(root: Path, owner: Owner) -> bool:
+    """Whether the process behind a claim lives. From another host this takes up to `PATIENCE_SECONDS` to deny."""
+    mark = _newest(root)
+    return mark is not None and mark.owner == owner and _lives(root, mark)
+
+
+def is_this_process(owner: Owner) -> bool:
+    """Whether a claim is that of the process that asks."""
+    return (owner.host, owner.host_key, owner.pid) == (socket.gethostname(), _host_key(), os.getpid())
+
+
+class Claim:
+    """This process's right to write to a root, held until `release`. Made by `claim`."""
+
+    def __init__(self, root: Path, owner: Owner, number: int, device: int, disk: Disk = DISK) -> None:
+        self.root, self.owner = root, owner
+        self._number, self._device, self._disk = number, device, disk
+        self._counter = itertools.count(1)
+        self._done = Flag()
+        self._thread = threading.Thread(target=self._beat, name="ckptman-owner", daemon=True)
+        self._thread.start()
+
+    def every(self, seconds: float, look: Callable[[], None]) -> None:
+        """Call something in a thread of its own until the claim is released. It must not raise."""
+
+        def repeat() -> None:
+            while not self._done.wait(seconds):
+                look()
+
+        threading.Thread(target=repeat, name="ckptman-look", daemon=True).start()
+
+    def next_tag(self) -> str:
+        """A tag for a tmp or trash name that nobody used before, and that tells whose it is."""
+        return f"{self.owner.nonce}-{next(self._counter)}"
+
+    def check(self) -> None:
+        """Raises: BusyError if another run took the root over (this process was silent for too long), RootError where
+        something else lies there now, OSError."""
+        mark = self._mark()
+        if mark is None:
+            # Somebody removed the run's own files: claimed again, or the next run would come in unhindered.
+            self._disk.make_folder_if_missing(run_folder(self.root))
+            _stake(self.root, self._number, self.owner, self._disk)
+        elif not self._is_mine(mark):
+            raise _busy(self.root)
+
+    def check_mount(self) -> None:
+        """Check that the root is still on its file system. Raises: RootError if it was unmounted, OSError."""
+        self._mark()
+
+    def _mark(self) -> _Mark | None:
+        mark = _newest(self.root)
+        if mark is None:
+            check_device(self.root, self._device)
+        return mark
+
+    def release(self) -> None:
+        """Give the root free. Never takes away somebody else's claim; nothing in a forked child, whose it is not."""
+        if os.getpid() != self.owner.pid:
+            return
+        self._done.set()
+        self._thread.join(BEAT_SECONDS)
+        _give_back(self.root, self._number, self.owner, self._device)
+
+    def _is_mine(self, mark: _Mark) -> bool:
+        return mark.number == self._number and mark.owner == self.owner
+
+    def _beat(self) -> None:
+        while not self._done.wait(BEAT_SECONDS):
+            # A file system that is away for a moment is no reason to die here: the next save will tell.
+            with contextlib.suppress(OSError):
+                os.utime(owner_path(self.root, self._number), follow_symlinks=False)
+
+
+def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK, device: int | None = None) -> Claim:
+    """Claim a root for this process. A dead owner's claim is taken over. Called by the leader only. `device`: that it
+    has to be on.
+
+    Raises: BusyError (a live run owns it), RootError (it cannot be written).
+    """
+    me = this_process(run_id, job_id)
+    if run_folder(root).is_symlink():
+        raise RootError(
+            errno.ELOOP,
+            f"{run_folder(root)} is a link, and a run writes nothing outside of its root: remove it, or name another "
+            f"root",
+        )
+    number = 0
+    try:
+        device = device_of(root) if device is None else device
+        check_device(root, device)
+        disk.make_folder_if_missing(run_folder(root))
+        last = _newest(root)
+        if last is not None and _lives(root, last):
+            raise _busy(root)
+        number = last.number + 1 if last is not None else 1
+        try:
+            _stake(root, number, me, disk)
+        except FileNotFoundError:  # a reader that is done removed the folder that it had made; or the mount is away
+            check_device(root, device)
+            disk.make_folder_if_missing(run_folder(root))
+            _stake(root, number, me, disk)
+    except OSError as error:
+        if number:
+            _give_back(root, number, me, device)
+        if isinstance(error, RootError):
+            raise
+        raise root_error(root, "written", error) from error
+    # Claims that are over mean nothing any more: one that cannot be removed does no harm.
+    with contextlib.suppress(OSError):
+        for older in _numbers(root):
+            if older < number:
+                disk.remove_file(owner_path(root, older))
+    return Claim(root, me, number, device, disk)
+
+
+def check_device(root: Path, device: int) -> None:
+    """Raises: RootError if a root is on another device than that, OSError."""
+    if device_of(root) != device:
+        raise RootError(
+            errno.ENODEV,
+            f"{root} is not on the file system that this run began on, so what is saved there would be hidden once "
+            f"that is back: see whether it is still mounted",
+        )
+
+
+def _give_back(root: Path, number: int, owner: Owner, device: int | None) -> None:
+    """Mark a claim of this process as released, and keep trying if the file system does not answer now: otherwise the
+    root would stay locked until this process ends. `device`: that of the root; None if unknown."""
+    _given_up.add(owner.nonce)
+
+    def is_marked() -> bool:
+        try:
+            here = device_of(root)
+            mark = _read(root, number)
+            if (mark.number, mark.owner) == (number, owner) and not mark.released:
+                # Marked, not removed: a claimant that looked a moment ago must not find this number free again.
+                with owner_path(root, number).open("r+b", buffering=0) as file:
+                    file.seek(0, os.SEEK_END)
+                    file.write(b"released\n")
+        except FileNotFoundError:  # it was never made, or it was removed; or the mount is away
+            return device in (None, here)
+        except OSError:
+            return False
+        return True
+
+    def go_on() -> None:
+        while not is_marked():
+            time.sleep(BEAT_SECONDS)
+
+    if not is_marked():
+        threading.Thread(target=go_on, name="ckptman-owner", daemon=True).start()
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A claim as it is on disk. `owner` is None if it cannot be read: rubbish, or being written this very moment."""
+
+    number: int
+    owner: Owner | None
+    released: bool
+
+
+def _stake(root: Path, number: int, me: Owner, disk: Disk) -> None:
+    path = owner_path(root, number)
+    try:
+        disk.create_file(path, me.model_dump_json().encode() + b"\n")
+    except FileExistsError:
+        raise _busy(root) from None
+    with contextlib.ExitStack() as undo:
+        undo.callback(disk.remove_file, path)
+        # What we saw before may be old (NFS remembers listings): whoever has a higher number looked after us, and wins.
+        now = _newest(root)
+        if now is None:
+            raise FileNotFoundError(errno.ENOENT, "it is gone again", str(path))
+        if now.owner != me:
+            raise _busy(root)
+        undo.pop_all()
+
+
+def _newest(root: Path) -> _Mark | None:
+    for _ in range(_LOOKS):
+        numbers = _numbers(root)
+        if not numbers:
+            return None
+        # A claim that is gone was taken over just now: then there is one with a higher number.
+        with contextlib.suppress(FileNotFoundError):
+            return _read(root, max(numbers))
+    return None
+
+
+def _numbers(root: Path) -> list[int]:
+    try:
+        names = os.listdir(run_folder(root))  # noqa: PTH208 names alone are wanted
+    except FileNotFoundError:
+        return []
+    return [number for name in names if (number := parse_owner(name)) is not None]
+
+
+def _read(root: Path, number: int) -> _Mark:
+    try:
+        owner, _, more = read_regular(owner_path(root, number), _MOST_BYTES).partition(b"\n")
+    except CorruptError:  # a link, a pipe, a device: no run claims a root like that
+        return _Mark(number, None, released=True)
+    try:
+        return _Mark(number, Owner.model_validate_json(owner), released=bool(more))
+    except ValidationError:
+        return _Mark(number, None, released=False)
+
+
+def _busy(root: Path) -> BusyError:
+    mark = _newest(root)
+    owner = mark.owner if mark is not None else None
+    if owner is None:
+        return BusyError(str(root), "unknown", 0, None)
+    return BusyError(str(root), owner.host, owner.pid, owner.job_id, is_this_process(owner))
+
+
+def device_of(path: Path) -> int:
+    """Return the device of the file system that a path is on, or would be. Raises: OSError."""
+    while True:
+        try:
+            return path.stat().st_dev
+        except FileNotFoundError:
+            path = path.parent
+
+
+def root_error(root: Path, done: str, error: OSError) -> RootError:
+    """The error that tells of trouble with a root, which could not be `done` ("read", "written")."""
+    return RootError(
+        error.errno or errno.EIO,
+        f"the checkpoint root {root} cannot be {done} ({error.strerror}): check permissions, quota and the mount",
+    )
+
+
+def _lives(root: Path, mark: _Mark) -> bool:
+    if mark.released or (mark.owner is not None and mark.owner.nonce in _given_up):
+        return False
+    if mark.owner is not None and (lives := process_lives(mark.owner)) is not None:
+        return lives
+    path = owner_path(root, mark.number)
+    first = touched_at(path)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(min(0.1, PATIENCE_SECONDS / 10))
+        # Compared with what was judged, too: a claim that was being written then may have been whole ever since.
+        now = _newest(root)
+        if now != mark or touched_at(path) != first:
+            return now is not None and now.number == mark.number and not now.released
+    return False
+
+
+def process_lives(owner: Owner) -> bool | None:
+    """Whether a process lives; None where this host cannot tell: it is another's, or is not shown to us (`hidepid`)."""
+    if not owner.host_key or (owner.host, owner.host_key) != (socket.gethostname(), _host_key()):
+        return None
+    found = _state_and_start(owner.pid)
+    if found is not None:
+        state, ticks = found
+        # A pid is reused; the start tells. A zombie has closed its files and will write no more.
+        return ticks == owner.start_ticks and state not in "ZX"
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return None
+
+
+def _state_and_start(pid: int) -> tuple[str, int] | None:
+    try:
+        # After the command in brackets, which may hold anything: state is field 3, start time field 22 (proc(5)).
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return fields[0].decode(), int(fields[19])
+
+
+def touched_at(path: Path) -> int | None:
+    """When a file was written or touched last (nanoseconds); None where there is no such file. Raises: OSError."""
+    # Opened, not only stat'ed: NFS looks at the server again when a file is opened.
+    try:
+        fd = open_regular(path)
+    except (FileNotFoundError, CorruptError):
+        return None
+    try:
+        return os.fstat(fd).st_mtime_ns
+    finally:
+        os.close(fd)
+
+
+def _host_key() -> str:
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
+    try:
+        return f"{boot.read_text().strip()} {os.readlink(namespace)}"  # noqa: PTH115 not a path, a label
+    except OSError:
+        return ""

@@ -1,0 +1,238 @@
+"""Writing files: from several threads, past the page cache where the file system takes that, digested on the way.
+
+A `FileWriter` is one file that is being written; whatever writes large files does it through one. `write_source` writes
+a whole data file from a source, with the digests that are saved beside it. What was written is read back by
+`io.checked_reader`. Memory beyond the source: scratch of one stride a thread, used again by later calls.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+
+from ckptman.storage.io.checksums import BLOCK_BYTES, DIGEST_BYTES, Digests, digests_bytes
+from ckptman.storage.io.durable_files import Disk, named, open_new
+from ckptman.storage.io.threads import ALIGN_BYTES, computing_threads, io_threads, relay, stride_of
+
+_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+class Source(Protocol):
+    """The bytes of a file that is about to be written."""
+
+    @property
+    def size_bytes(self) -> int:
+        """A multiple of `ALIGN_BYTES`."""
+
+    def view(self, offset: int, scratch: memoryview) -> memoryview:
+        """Return bytes [offset, offset + len(scratch)): `scratch` itself, filled, or memory of the source's own.
+
+        Any alignment will do. Called from several threads at a time.
+        """
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is on storage. `buffered_because` is None where every byte went by direct I/O."""
+
+    digests: Digests
+    digest: str
+    buffered_because: str | None
+
+    @classmethod
+    def of(cls, blocks: bytes, size_bytes: int, buffered_because: str | None) -> Written:
+        """Return what is known of a file from the digests of its blocks."""
+        return cls(Digests(BLOCK_BYTES, blocks, size_bytes), xxh3_128_hexdigest(blocks), buffered_because)
+
+
+def write_source(
+    path: Path,
+    source: Source,
+    *,
+    disk: Disk,
+    threads: int | None = None,
+    look: Callable[[int, memoryview], None] | None = None,
+) -> Written:
+    """Write a file that nobody has made yet and flush it to storage. The folder is not flushed.
+
+    `look` is shown each piece with its offset, from several threads at a time.
+
+    Raises: OSError with the name of the file; whatever the source raises. What was written stays for the caller to
+    remove.
+    """
+    with FileWriter(path, source.size_bytes, disk=disk, flags=os.O_EXCL) as file:
+        blocks = write_all(file, source, threads or io_threads(), look)
+    return Written.of(blocks, source.size_bytes, file.buffered_because)
+
+
+class InPlace:
+    """A file that is what it is to be already, and whose bytes are digested only."""
+
+    is_direct = False
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write nothing."""
+
+    def flush(self) -> None:
+        """Flush nothing."""
+
+
+def write_all(
+    file: FileWriter | InPlace, source: Source, threads: int, look: Callable[[int, memoryview], None] | None = None
+) -> bytes:
+    """Fill a file from its source and flush it to storage. Return the digests of its blocks. Raises: as
+    `write_source`."""
+    size, stride = source.size_bytes, stride_of(BLOCK_BYTES)
+    blocks = bytearray(digests_bytes(size, BLOCK_BYTES))
+
+    def prepare(number: int, scratch: memoryview) -> memoryview:
+        offset = number * stride
+        scratch = scratch[: min(stride, size - offset)]
+        data = _flat(source.view(offset, scratch), len(scratch))
+        data, digests = _digest(data, scratch, file.is_direct)
+        if look is not None:
+            look(offset, data)
+        at = offset // BLOCK_BYTES * DIGEST_BYTES
+        blocks[at : at + len(digests)] = digests
+        return data
+
+    def write(number: int, scratch: memoryview, data: memoryview) -> None:
+        file.write(data, number * stride)
+
+    # Directly the disk takes it by itself while others compute; the page cache copies it, and nobody waits.
+    relay(
+        -(-size // stride),
+        prepare,
+        write,
+        first_threads=computing_threads(threads) if threads > 1 and file.is_direct else threads,
+        then_threads=threads - 1 if file.is_direct else 0,
+        scratch_bytes=stride,
+    )
+    file.flush()
+    return bytes(blocks)
+
+
+class FileWriter:
+    """A file that is being written, by direct I/O as long as the file system takes that.
+
+    Args:
+        path: The file, made where it is missing. Its folder is not flushed.
+        size_bytes: The room that it will need, taken at once.
+        flags: More flags to open it with, such as `os.O_EXCL`.
+        buffered_because: Why it is not to be written past the page cache; None: it is, where that can be.
+        fd: The file, where it is open already, with the room that it needs.
+
+    Raises: OSError with the name of the file; so does all that it does.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        size_bytes: int,
+        *,
+        disk: Disk,
+        flags: int = 0,
+        buffered_because: str | None = None,
+        fd: int | None = None,
+    ) -> None:
+        self.buffered_because = buffered_because
+        """Why not every byte goes by direct I/O; None where it does."""
+        self._path, self._disk = path, disk
+        if fd is not None:
+            self.fd = fd
+            return
+        with named(path):
+            self.fd = open_new(path, os.O_WRONLY | flags)
+            try:
+                if self.is_direct:
+                    self._go_direct()
+                if size_bytes:
+                    disk.reserve(self.fd, size_bytes)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it is written past the page cache, for which data begins on a page in memory and in the file."""
+        return self.buffered_because is None
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of it. Pages from an address on a page go direct; the first that do not end that. Thread-safe."""
+        while data:
+            direct = self.is_direct
+            try:
+                with named(self._path):
+                    count = self._disk.write_at(self.fd, data, offset)
+            except OSError as error:
+                if not direct or error.errno not in _REFUSED:
+                    raise
+                self._go_buffered(f"a direct write was refused ({error.strerror})")
+                continue
+            if not count:
+                raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
+            data, offset = data[count:], offset + count
+            if data and direct and count % ALIGN_BYTES:
+                self._go_buffered(f"a direct write ended after {count} bytes")
+
+    def flush(self, size_bytes: int | None = None) -> None:
+        """Flush it to storage, cut to that size where one is given."""
+        with named(self._path):
+            if size_bytes is not None and os.fstat(self.fd).st_size != size_bytes:
+                os.ftruncate(self.fd, size_bytes)
+            self._disk.sync_file(self.fd)
+
+    def close(self) -> None:
+        """Close it, flushed or not."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _go_direct(self) -> None:
+        # Not at open: a file system that refuses it there may have made the file all the same.
+        try:
+            flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            self.buffered_because = f"no direct I/O on this file system ({error})"
+
+    def _go_buffered(self, why: str) -> None:
+        # The flag goes first: a thread that reads the reason may write from any address.
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self.buffered_because = self.buffered_because or why
+
+
+def _digest(data: memoryview, scratch: memoryview, direct: bool) -> tuple[memoryview, bytes]:
+    """The data where a write can take it from, and the digests of its blocks."""
+    array, aligned = np.frombuffer(data, np.uint8), np.frombuffer(scratch, np.uint8)
+    copied = direct and array.ctypes.data % ALIGN_BYTES != 0
+    found, digests = scratch if copied else data, []
+    for low in range(0, len(data), BLOCK_BYTES):
+        high = min(low + BLOCK_BYTES, len(data))
+        if copied:  # block by block: each is digested while it is in the cache of the core
+            np.copyto(aligned[low:high], array[low:high])
+        digests.append(xxh3_128_digest(found[low:high]))
+    return found, b"".join(digests)
+
+
+def _flat(view: memoryview, size: int) -> memoryview:
+    if view.nbytes != size:
+        raise ValueError(f"a source gave {view.nbytes} bytes where {size} were asked for")
+    return view if view.ndim == 1 and view.format == "B" else view.cast("B")

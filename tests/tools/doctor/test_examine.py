@@ -1,0 +1,386 @@
+"""The checks of a mount together: all pass on disks that work; and whatever the trouble, nothing is left behind."""
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+import ckptman.storage.io.file_writer  # noqa: F401 so that no check imports NumPy in a process of its own
+from ckptman.errors import BusyError, ConfigError
+from ckptman.runtime.deadline import run_command
+from ckptman.storage.io.durable_files import DISK
+from ckptman.tools.doctor import examine as checks
+from ckptman.tools.doctor import filesystem_checks, mount, renames, second_client
+from ckptman.tools.doctor.examine import LEAST_BYTES, bill, examine
+from ckptman.tools.doctor.finding import Finding
+from tests.helpers import unprivileged
+from tests.helpers.faulty_disk import disk_whose
+from tests.tools.doctor.test_mount import LFS, TABLE, Commands
+
+SIZE = 8 * 1024 * 1024
+PROMISES = ["other clients", "rename", "replace", "fsync", "claim", "locks", "clock", "direct I/O", "reserve", "links"]
+SPEEDS = ["small files", "write", "read"]
+ALL = ["file system", "space", "quota", "writable", *PROMISES, *SPEEDS]
+CORE = [("make_folder", "writable"), ("rename", "rename"), ("sync_file", "fsync"), ("create_file", "claim")]
+"""Operations of a disk, and the check that meets each first. Saves build on these checks."""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder in use: what is in it must be left alone."""
+    (tmp_path / "step-0000000001").mkdir()
+    (tmp_path / "step-0000000001" / "manifest.json").write_text("in use")
+    yield tmp_path
+    assert [each.name for each in tmp_path.iterdir()] == ["step-0000000001"], "something was left behind"
+    assert (tmp_path / "step-0000000001" / "manifest.json").read_text() == "in use"
+
+
+@pytest.fixture(autouse=True)
+def quickly_and_without_commands(monkeypatch):
+    monkeypatch.setattr(checks, "REPEAT_SECONDS", 0.05)
+    monkeypatch.setattr(checks, "run_command", lambda command, timeout_seconds: Commands({})(command))
+
+
+def mounted(monkeypatch, line):
+    """Have the kernel show one mount."""
+    monkeypatch.setattr(mount, "read_mounts", lambda: mount.parse_mountinfo(line))
+
+
+def quick(folder, disk=DISK, **more):
+    """Examine a folder on a disk; what was found, by name."""
+    found = examine(folder, size_bytes=SIZE, disk=disk, **{"timeout_seconds": 20.0, **more})
+    return {each.name: each for each in found}
+
+
+def failed(found):
+    return [name for name, each in found.items() if each.verdict == "FAILED"]
+
+
+def hang(*_):
+    time.sleep(600)
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_everything_passes_on_a_disk_that_works(folder):
+    noted = []
+    found = quick(folder, note=noted.append)
+    assert list(found) == noted == ALL
+    assert failed(found) == []
+    good = {"rename", "replace", "fsync", "claim", "locks", "clock", "links", "writable"}
+    assert {name for name in good if found[name].verdict not in ("ok", "slow")} == set()
+    assert (found["rename"].figures["renames"] >= 9, found["replace"].figures["replaced"] >= 3) == (True, True)
+    assert found["write"].figures["bytes_per_second"] > 0
+    assert found["read"].figures["bytes_per_second_4"] > 0
+    assert found["small files"].figures["create_per_second"] > 0
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
+def test_a_file_system_in_memory_is_never_read_cold():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        found = quick(Path(folder))
+        assert list(Path(folder).iterdir()) == []
+    assert (list(found), failed(found)) == (ALL, [])
+    assert "(from memory" in found["read"].value
+    assert found["file system"].verdict == "warning"
+
+
+def test_a_mount_that_takes_fsync_away_is_a_warning(folder, monkeypatch):
+    mounted(monkeypatch, "50 1 0:1 / / rw - overlay overlay rw,volatile")
+    found = quick(folder)["fsync"]
+    assert (found.verdict, "fsync does nothing" in found.advice) == ("warning", True)
+
+
+def test_a_root_that_cannot_be_claimed_is_found(folder, monkeypatch):
+    def refuse(*args, **more):
+        raise BusyError("root", "elsewhere", 7, None)
+
+    monkeypatch.setattr(filesystem_checks, "claim", refuse)
+    found = quick(folder)["claim"]
+    assert (found.verdict, found.advice) == ("FAILED", "two runs could write to one root")
+    assert "being written to by another run" in found.value
+
+
+def test_no_more_is_written_than_was_said(tmp_path):
+    inside, noted = tmp_path / "inside", tmp_path / "noted"
+    inside.mkdir()
+
+    def sync(fd):
+        """Note how many bytes lie in the folder."""
+        DISK.sync_file(fd)
+        own = Path(f"/proc/self/fd/{fd}").readlink()
+        held = sum(path.stat().st_size for path in (own if own.is_dir() else own.parent).glob("*") if path.is_file())
+        with noted.open("a") as file:
+            file.write(f"{held}\n")
+
+    found = quick(inside, disk_whose("sync_file", sync))
+    most = max(map(int, noted.read_text().split()))
+    assert SIZE <= most < SIZE * 1.1, "little files of other checks lie beside it"
+    assert found["write"].figures["test_bytes"] == SIZE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("free", "tried"), [(100 * 1024 * 1024, 5 * 1024 * 1024), (10 * 1024 * 1024, None)])
+def test_never_more_than_a_twentieth_of_what_is_free(free, tried, tmp_path, monkeypatch):
+    space = os.statvfs_result((1, 1, 10**10, free, free, 10, 5, 5, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: space)
+    found = quick(tmp_path)
+    if tried is None:
+        assert (found["write"].verdict, found["read"].verdict) == ("unknown", "unknown")
+        assert "not measured: 5 % of what is known to be free is less" in found["write"].value
+    else:
+        assert found["write"].figures["test_bytes"] == tried
+
+
+def test_a_quota_bounds_the_test_too(tmp_path, monkeypatch):
+    mounted(monkeypatch, TABLE.splitlines()[3].replace("/scratch rw", "/ rw"))
+    run = Commands({f"lfs quota -q -u {os.getuid()} {tmp_path}": LFS.replace("2000000", "1100000")})
+    monkeypatch.setattr(checks, "run_command", lambda command, timeout_seconds: run(command))
+    found = quick(tmp_path)
+    assert found["quota"].verdict == "warning"
+    assert found["write"].figures["test_bytes"] == int(0.05 * 100_000 * 1024) // 4096 * 4096
+
+
+def rates(write, read=1e9, **more):
+    """What the checks of the speed found."""
+    return [
+        Finding(name, "ok", "", figures={"bytes_per_second": rate, **more})
+        for name, rate in (("write", write), ("read", read))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("write", "save", "interval", "verdict", "advice"),
+    [
+        (2e9, "70 GB in 35 s", "at least 700 s where saves block training, for 5 % of the time; 35 s where", "ok", ""),
+        (0.5e9, "70 GB in 140 s", "at least 2,800 s", "slow", "a run should save every 15 min: save in the background"),
+        (0.05e9, "70 GB in 1,400 s", "at least 28,000 s", "slow", "one save takes longer than that"),
+    ],
+)
+def test_what_a_checkpoint_costs(write, save, interval, verdict, advice):
+    rows = {each.name: each for each in bill(rates(write), 70 * 10**9)}
+    assert (rows["save"].value, rows["load"].value) == (save, "70 GB in 70 s")
+    assert rows["interval"].value.startswith(interval)
+    assert rows["interval"].verdict == verdict
+    assert advice in rows["interval"].advice
+    assert bill(rates(write), None) == []
+    assert bill([Finding("write", "unknown", "")], 70) == []
+
+
+def test_no_save_is_told_to_be_faster_than_its_files_and_folders():
+    files = Finding("small files", "ok", "", figures={"create_per_second": 100.0, "stat_per_second": 600.0})
+    sync = Finding("fsync", "ok", "", figures={"file_seconds": 0.003, "folder_seconds": 0.002})
+    save, load, interval = bill([sync, files, *rates(2e9)], 70)
+    assert save.figures["seconds"] == pytest.approx(6 * 0.01 + 2 * 0.002)
+    assert (save.value, load.value) == ("70 B in 0.064 s", "70 B in 0.01 s")
+    assert interval.value.startswith("at least 1.28 s where saves block training")
+    refused = Finding("fsync", "warning", "", figures={"file_seconds": 0.05, "folder_seconds": None})
+    assert bill([refused, files, *rates(2e9)], 70)[0].value == "70 B in 0.3 s"
+
+
+def test_times_of_nothing_are_not_told_more_exactly_than_they_are_known():
+    save, load, interval = bill(rates(1e9), 70)
+    assert (save.value, load.value) == ("70 B in less than 0.001 s",) * 2
+    assert interval.value.startswith("at least 0.001 s where")
+
+
+def test_a_cost_at_a_rate_that_is_not_that_of_a_checkpoint_says_so(folder):
+    found = quick(folder, against_bytes=10**6)
+    assert (found["save"].verdict, found["load"].verdict) == ("warning", "warning")
+    assert "rough: measured on 8.39 MB)" in found["save"].value
+    rows = bill(rates(1e6, 1e6, doubts=["from memory", "stopped after 9 MB"]), 10**6)
+    assert [each.value for each in rows[:2]] == ["1 MB in 1 s (from memory, stopped after 9 MB)"] * 2
+
+
+@pytest.mark.parametrize(("limit", "told"), [(3.0, "0.25 s"), (60.0, "0.5 s")])
+def test_what_repeats_ends_well_before_a_short_limit(limit, told, folder, monkeypatch):
+    def full(own, disk, seconds, second):
+        raise OSError(errno.ENOSPC, f"{seconds:g} s")  # which ends all checks
+
+    monkeypatch.setattr(checks, "REPEAT_SECONDS", 1.0)
+    monkeypatch.setattr(renames, "check_rename", full)
+    assert quick(folder, timeout_seconds=limit)["space"].value.endswith(told)
+
+
+@pytest.mark.slow
+def test_a_command_that_hangs_is_not_a_file_system_that_does(tmp_path, monkeypatch):
+    (tmp_path / "quota").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "quota").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(checks, "run_command", run_command)
+    found = {each.name: each for each in examine(tmp_path, size_bytes=LEAST_BYTES, timeout_seconds=3.0)}
+    assert (found["quota"].verdict, failed(found)) == ("unknown", [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("operation", "name"), CORE)
+def test_a_disk_that_hangs_is_left_alone(operation, name, folder):
+    found = quick(folder, disk_whose(operation, hang), timeout_seconds=1.0)
+    assert failed(found) == [name]
+    assert "see that" in found["clean-up"].advice
+    assert found[name].value == "does not answer within 1 s"
+    if operation == "make_folder":
+        assert list(found) == ["file system", "space", "quota", "writable", "clean-up"]
+    else:
+        after = [found[each] for each in ALL[ALL.index(name) + 1 :]]
+        assert {each.value for each in after} == {"not tried: the file system does not answer any more"}
+        assert {each.verdict for each in after} == {"unknown"}
+
+
+def test_a_folder_that_cannot_even_be_looked_at_does_not_answer(folder, monkeypatch):
+    monkeypatch.setattr(os.path, "realpath", hang)
+    found = quick(folder, timeout_seconds=0.3)
+    assert failed(found) == ["answer"]
+    assert found["answer"].value == f"{folder} does not answer within 0.3 s"
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_removed_is_named(tmp_path):
+    found = quick(tmp_path, disk_whose("remove_tree", hang), timeout_seconds=1.0)
+    (left,) = tmp_path.iterdir()
+    assert (found["clean-up"].verdict, found["clean-up"].advice) == ("FAILED", f"see that {left} is gone")
+
+
+@pytest.mark.parametrize(("operation", "name"), [*CORE, ("reserve", "reserve")])
+def test_a_check_that_is_killed_fails_where_saves_build_on_it_and_the_others_go_on(operation, name, folder):
+    found = quick(folder, disk_whose(operation, die))
+    assert "killed by SIGKILL" in found[name].value
+    assert list(found) == (ALL if name != "writable" else ALL[:4])
+    if name == "reserve":
+        assert found[name].verdict == "unknown"
+        assert found["small files"].verdict in ("ok", "slow")
+    else:
+        assert (found[name].verdict, found[name].advice) == ("FAILED", "it was not found out: run doctor again")
+
+
+def test_a_check_that_goes_wrong_is_told_and_the_others_go_on(folder, monkeypatch):
+    def go_wrong(*args, **more):
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(filesystem_checks, "check_links", go_wrong)
+    monkeypatch.setattr(filesystem_checks, "check_claim", go_wrong)
+    found = quick(folder)
+    assert list(found) == ALL
+    assert (found["links"].verdict, found["links"].value) == ("unknown", "OverflowError: too large")
+    assert failed(found) == ["claim"]
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "advice"),
+    [
+        (errno.ENOSPC, "space", "the disk is full: nothing can be saved"),
+        (errno.EDQUOT, "quota", "the quota is used up: nothing can be saved"),
+    ],
+)
+@pytest.mark.parametrize("operation", ["make_folder", "rename", "write_at", "create_file"])
+def test_a_disk_that_is_full_is_told_of_its_space_or_quota_and_tried_no_more(operation, number, name, advice, folder):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    found = quick(folder, disk_whose(operation, refuse))
+    assert failed(found) == [name]
+    assert (os.strerror(number) in found[name].value, found[name].advice) == (True, advice)
+    assert "free_bytes" in found["space"].figures
+    (at,) = [each for each in found if found[each].value == "not tried to its end: there is no room"]
+    assert found[at].verdict == "unknown"
+    after = {found[each].value for each in list(found)[list(found).index(at) + 1 :]}
+    assert after == ({"not tried: there is no room"} if operation != "make_folder" else set())
+
+
+def test_a_quota_that_shows_when_it_is_used_up_is_a_finding_where_no_mount_is_known(folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    mounted(monkeypatch, "")
+    found = quick(folder, disk_whose("rename", refuse))
+    assert (failed(found), found["quota"].value) == (["quota"], "Disk quota exceeded")
+
+
+def test_on_a_disk_that_is_read_only_there_is_nothing_to_clean_up(folder):
+    def refuse(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    class ReadOnly(type(DISK)):
+        make_folder = remove_tree = refuse
+
+    found = quick(folder, ReadOnly())
+    assert list(found) == ["file system", "space", "quota", "writable"]
+    assert failed(found) == ["writable"]
+    assert (found["writable"].value, found["writable"].advice) == (
+        "Read-only file system",
+        "read-only: nothing can be saved",
+    )
+
+
+@pytest.mark.parametrize(("line", "verdict"), [("- ext4 /dev/vda rw", "ok"), ("- lustre x:/y rw", "unknown")])
+def test_one_host_cannot_see_what_others_see(line, verdict, folder, monkeypatch):
+    mounted(monkeypatch, f"50 1 0:1 / / rw {line}")
+    found = quick(folder)["other clients"]
+    assert found.verdict == verdict
+    assert (verdict == "unknown") == ("--second-client" in found.advice), found
+    assert failed(quick(folder)) == []
+
+
+def test_between_two_clients_is_measured_what_is_between_them(folder, monkeypatch):
+    monkeypatch.setattr(second_client, "_this_client", lambda folder: "another one")
+    found = quick(folder, second_command=("env",), timeout_seconds=60.0)
+    host = socket.gethostname()
+    assert failed(found) == []
+    assert found["other clients"].value.startswith(f"{host} sees a new file after ")
+    assert f"seen by {host} after " in found["rename"].value
+    assert f"seen by {host} after " in found["replace"].value
+    assert found["claim"].value == "one owner at a time; 10 files each made by one of two clients"
+    assert found["locks"].value == f"flock and fcntl hold between this host and {host}"
+
+
+def test_a_command_that_starts_nothing_ends_it(folder):
+    with pytest.raises(ConfigError, match="--second-client: false ended with exit code 1"):
+        quick(folder, second_command=("false",))
+
+
+def test_a_folder_of_somebody_else_fails(tmp_path):
+    tmp_path.chmod(0o555)
+    try:
+        unprivileged.need_refusal(tmp_path)
+        ended = unprivileged.ckptman("doctor", tmp_path, "--json")
+    finally:
+        tmp_path.chmod(0o755)
+    assert ended.returncode == 1
+    found = json.loads(ended.stdout)["findings"]
+    assert [each["name"] for each in found if each["verdict"] == "FAILED"] == ["writable"]
+
+
+@pytest.mark.parametrize("at", ["rename", "claim", "write", "read"])
+def test_ctrl_c_leaves_nothing(at, folder):
+    def interrupt(name):
+        if name == at:
+            assert any(path.name.startswith(".ckptman-doctor-") for path in folder.iterdir())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quick(folder, note=interrupt)
+
+
+def test_what_a_doctor_that_was_killed_left_is_told(tmp_path):
+    left = tmp_path / ".ckptman-doctor-0123abcd"
+    left.mkdir()
+    found = quick(tmp_path)["writable"]
+    assert (found.verdict, left.name in found.value) == ("warning", True)
+    assert left.is_dir(), "it may be at work right now"
+
+
+def test_commands_that_hang_or_fail_are_no_trouble():
+    with pytest.raises(FileNotFoundError):
+        run_command(["there-is-no-such-command"])
+    assert run_command(["printf", r"hello \377"]) == "hello \ufffd"
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_command(["sleep", "60"], timeout_seconds=0.1)

@@ -1,0 +1,203 @@
+"""Renames of folders and of files while another process looks: what is broken is found, what is only late is told."""
+
+import errno
+import os
+import re
+import shutil
+import time
+
+import pytest
+
+from ckptman.storage.io.durable_files import DISK
+from ckptman.storage.io.isolated_process import run_isolated
+from ckptman.tools.doctor import renames, second_client
+from ckptman.tools.doctor.second_client import HERE, Second
+from tests.helpers.faulty_disk import disk_whose
+from tests.tools.doctor.test_second_client import elsewhere
+
+
+def copy(source, target):
+    """Rename as an object store does: file by file."""
+    if source.is_dir():
+        target.mkdir()
+        for path in source.iterdir():
+            time.sleep(0.01)
+            shutil.copy(path, target)
+        shutil.rmtree(source)
+    else:
+        target.unlink()
+        time.sleep(0.01)
+        source.rename(target)
+
+
+def vanish(source, target):
+    """What is renamed is nowhere for a moment."""
+    elsewhere = source.with_name("elsewhere")
+    source.rename(elsewhere)
+    time.sleep(0.01)
+    elsewhere.rename(target)
+
+
+def double(source, target):
+    """What is renamed stays under its old name."""
+    if source.is_dir():
+        shutil.copytree(source, source.with_name("copy"))
+        source.with_name("copy").rename(target)
+    else:
+        source.rename(target)
+
+
+def rewrite(source, target):
+    """A file is replaced by writing over it."""
+    if source.is_dir():
+        source.rename(target)
+        return
+    with target.open("r+b") as file:
+        for at in range(0, 4096, 1024):
+            file.write(source.read_bytes()[at : at + 1024])
+            file.flush()
+            time.sleep(0.005)
+
+
+def go_away(source, target):
+    """A file is gone while it is replaced."""
+    source.rename(target) if source.is_dir() else copy(source, target)
+
+
+@pytest.mark.parametrize(
+    ("rename", "told"),
+    [
+        (copy, r"was seen without its \S+|bytes of \S+, or with those of two saves"),
+        (vanish, "was seen under neither name"),
+        (double, "under its old and its new name at a time"),
+    ],
+)
+def test_a_rename_that_is_not_atomic_is_found(rename, told, tmp_path):
+    found = run_isolated(lambda: renames.check_rename(tmp_path, disk_whose("rename", rename)), 30)
+    assert found.verdict == "FAILED"
+    assert re.search(told, found.value), found.value
+    assert found.advice.startswith("commits are not safe here: a run could load half a checkpoint, or find none")
+
+
+def test_a_file_that_is_replaced_by_writing_over_it_is_found(tmp_path):
+    found = run_isolated(lambda: renames.check_replace(tmp_path, disk_whose("rename", rewrite)), 30)
+    told = "a file that was replaced was seen with 4,096 of 4,096 bytes, or with those of two saves"
+    assert (found.verdict, found.value) == ("FAILED", told)
+    assert found.advice.startswith("what ckptman notes beside checkpoints (rules, tiers, pins) could be read damaged")
+
+
+def test_a_file_that_is_gone_while_it_is_replaced_is_a_warning_with_what_it_means(tmp_path):
+    found = run_isolated(lambda: renames.check_replace(tmp_path, disk_whose("rename", go_away)), 30)
+    assert found.verdict == "warning"
+    assert re.fullmatch(
+        r"another process could not read a file for up to \S+ s while it was replaced \(No such file or directory\), "
+        r"\d+ times of \d+",
+        found.value,
+    )
+    assert found.advice.endswith("pin nothing again, and start no run, while another process prunes")
+    assert run_isolated(lambda: renames.check_rename(tmp_path, disk_whose("rename", go_away)), 30).verdict == "ok"
+
+
+@pytest.mark.parametrize("check", [renames.check_rename, renames.check_replace])
+@pytest.mark.parametrize("other", [HERE, Second(("elsewhere",), "node2")])
+def test_a_stale_name_is_looked_at_again_and_told(check, other, tmp_path, monkeypatch):
+    monkeypatch.setattr(renames, "_see", _see_after(OSError(errno.ESTALE, os.strerror(errno.ESTALE))))
+    elsewhere(monkeypatch)
+    found = run_isolated(lambda: check(tmp_path, seconds=0.0, second=other), 30)
+    assert found.verdict == "warning"
+    assert f"{other.who} could not read a f" in found.value
+    assert "(Stale file handle)" in found.value
+    assert "not safe" not in found.advice
+
+
+def test_a_file_that_stays_stale_fails(tmp_path, monkeypatch):
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    monkeypatch.setattr(second_client, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(renames, "_see", _see_after(stale, 1 << 60))
+    found = run_isolated(lambda: renames.check_replace(tmp_path), 30)
+    told = "a file that was replaced could not be read for 0.1 s: Stale file handle"
+    assert (found.verdict, found.value) == ("FAILED", told)
+
+
+@pytest.mark.parametrize("check", [renames.check_rename, renames.check_replace])
+def test_any_other_error_of_reading_fails(check, tmp_path, monkeypatch):
+    monkeypatch.setattr(renames, "_see", _see_after(OSError(errno.EIO, os.strerror(errno.EIO))))
+    found = run_isolated(lambda: check(tmp_path), 30)
+    assert found.verdict == "FAILED"
+    assert "could not be read at that moment: Input/output error" in found.value
+
+
+def _see_after(error, times=3, see=renames._see):
+    """Fail at the first looks at each change."""
+    looks = {}
+
+    def look(folder, change, is_elsewhere):
+        looks[change] = looks.get(change, 0) + 1
+        if 1 < looks[change] <= times:  # the first is before the change
+            raise error
+        return see(folder, change, is_elsewhere)
+
+    return look
+
+
+def test_what_is_torn_on_another_client_is_fatal_in_a_commit_and_stale_in_a_prune(tmp_path, monkeypatch):
+    def number(folder, real=renames._number):
+        if (folder / "torn").exists():
+            raise renames._Wrong("was seen without its manifest.json")
+        return real(folder)
+
+    monkeypatch.setattr(renames, "_number", number)
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "torn").touch()
+    for old, torn in ((None, renames._Wrong), (3, FileNotFoundError)):
+        with pytest.raises(torn):
+            renames._see(tmp_path, renames._Change("step-1", "step-1.tmp", old, 4), True)
+
+
+def test_what_another_client_sees_late_or_not_at_all_is_slow(tmp_path, monkeypatch):
+    second = elsewhere(monkeypatch)
+    monkeypatch.setattr(second_client, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(renames, "_see", lambda folder, change, is_elsewhere: change.old)
+    for check, late in (
+        (renames.check_rename, "commits are whole when they are seen, and seen late"),
+        (renames.check_replace, "rules, pins and outcomes are read as they were for so long"),
+    ):
+        found = run_isolated(lambda check=check: check(tmp_path, second=second), 30)
+        assert (found.verdict, found.advice) == ("slow", late)
+        assert found.value.endswith("but node2 did not see it within 0.1 s")
+
+
+def test_a_name_that_another_client_remembers_is_told(tmp_path, monkeypatch):
+    second = elsewhere(monkeypatch)
+    monkeypatch.setattr(renames, "_PROMPT_SECONDS", 0.0)
+    found = run_isolated(lambda: renames.check_rename(tmp_path, seconds=0.0, second=second), 30)
+    assert found.verdict == "ok"
+    told = (
+        r"atomic, and seen by node2 after \S+ s at most, 9 times; a checkpoint that was deleted is found there by its "
+    )
+    assert re.fullmatch(told + r"path for \S+ s", found.value)
+
+
+@pytest.mark.slow
+def test_a_commit_that_others_see_late_is_slow(tmp_path, monkeypatch):
+    monkeypatch.setattr(renames, "SLOW_SIGHT_SECONDS", 0.1)
+    monkeypatch.setattr(renames, "_see", _see_late)
+    found = run_isolated(lambda: renames.check_rename(tmp_path, DISK, seconds=0.0), 30)
+    assert found.verdict == "slow"
+    assert "another process saw it only after 0.2" in found.value
+
+
+def _see_late(folder, change, is_elsewhere, see=renames._see):
+    number = see(folder, change, is_elsewhere)
+    if number == change.new:
+        time.sleep(0.2)
+    return number
+
+
+def test_a_commit_that_is_never_seen_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(second_client, "PATIENCE_SECONDS", 0.2)
+    found = run_isolated(lambda: renames.check_rename(tmp_path, disk_whose("rename", lambda *_: None)), 30)
+    assert (found.verdict, found.value) == (
+        "FAILED",
+        "a folder that was renamed was not seen by another process for 0.2 s",
+    )
