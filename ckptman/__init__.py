@@ -1,7 +1,7 @@
 """Checkpoints and job life for PyTorch training on Slurm clusters.
 
 The policies, the errors, and what is for torch's distributed checkpoint are in `ckptman.policies`, `ckptman.errors` and
-`ckptman.engine.dcp`; their names can be had from here, too.
+`ckptman.dcp`; their names can be had from here, too.
 
 Importing ckptman does not import torch: names are looked up when they are first used (PEP 562).
 """
@@ -36,7 +36,7 @@ _HOME = {
     "pin": "ckptman.tools.manage",
     "unpin": "ckptman.tools.manage",
     "copy": "ckptman.tools.copy",
-    "adopt": "ckptman.engine.dcp.adopt",
+    "adopt": "ckptman.tools.adopt.adopt",
     "StorageReader": "ckptman.engine.dcp.storage",
     "StorageWriter": "ckptman.engine.dcp.storage",
     "SignalHandler": "ckptman.runtime.signals",
@@ -114,6 +114,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from ckptman import dcp as dcp
     from ckptman import errors as errors
     from ckptman import policies as policies
     from ckptman.api import load as load
@@ -121,8 +122,6 @@ if TYPE_CHECKING:
     from ckptman.checkpointer import Checkpointer as Checkpointer
     from ckptman.data.elastic_sampler import ElasticSampler as ElasticSampler
     from ckptman.data.resumable_loader import ResumableLoader as ResumableLoader
-    from ckptman.engine import dcp as dcp
-    from ckptman.engine.dcp.adopt import adopt as adopt
     from ckptman.engine.dcp.storage import StorageReader as StorageReader
     from ckptman.engine.dcp.storage import StorageWriter as StorageWriter
     from ckptman.engine.loading.accepted import Skipped as Skipped
@@ -172,6 +171,7 @@ if TYPE_CHECKING:
     from ckptman.runtime.signals import SignalHandler as SignalHandler
     from ckptman.runtime.tracker import TrackedRun as TrackedRun
     from ckptman.runtime.tracker import Tracker as Tracker
+    from ckptman.tools.adopt.adopt import adopt as adopt
     from ckptman.tools.copy import copy as copy
     from ckptman.tools.diff.compare import diff as diff
     from ckptman.tools.exporting.export import export as export

@@ -24,9 +24,9 @@ from ckptman.engine.state.named_state import Snapshot, snapshot
 from ckptman.engine.state.wrappers import UnwrappedState, unwrap
 from ckptman.errors import CommitError, CorruptError, NotFoundError, warn_only
 from ckptman.run import at_newest, meant_by
-from ckptman.session.arguments import step_number
 from ckptman.storage.catalog.reader_lease import held, refuse_gone
 from ckptman.storage.format.manifest import Replicas
+from ckptman.storage.format.paths import step_number
 from ckptman.storage.io.durable_files import DISK
 
 TIMEOUT_SECONDS = 1800.0

@@ -62,7 +62,6 @@ from ckptman.session.arguments import (
     check_trackers,
     metadata_of,
     policies_of,
-    step_number,
     total_step_number,
 )
 from ckptman.session.best_metrics import BestMetrics
@@ -80,7 +79,7 @@ from ckptman.session.step_reporter import StepReporter
 from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import RankWatchdog, Setting
 from ckptman.storage.catalog.backends.tiered import backend_for
-from ckptman.storage.format.paths import MAX_STEP
+from ckptman.storage.format.paths import MAX_STEP, step_number
 from ckptman.storage.io.durable_files import DISK
 
 _REGULAR = (None, EXIT_OK, EXIT_AGAIN)

@@ -15,7 +15,7 @@ from ckptman.cli.progress import progress
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError
 
 if TYPE_CHECKING:
-    from ckptman.engine.dcp.adopt import Adopted
+    from ckptman.tools.adopt.adopt import Adopted
 
 
 def adopt(
@@ -38,7 +38,7 @@ def adopt(
     wanted = [path]
     is_dcp = (path / METADATA).exists() or any(path.glob("*.distcp"))
     if is_root := path.is_dir() and recognize(path) is None and not is_dcp:
-        from ckptman.engine.dcp.adopt import candidates
+        from ckptman.tools.adopt.adopt import candidates
 
         # Those that cannot be adopted are refused one by one, each with what to do instead.
         others = [each.path for each in foreign_in(path, os.listdir(path)) if not each.is_dcp]  # noqa: PTH208
@@ -71,7 +71,7 @@ def adopt(
 
 
 def _adopt(folder: Path, step: int | None, keep_name: bool) -> Adopted:
-    from ckptman.engine.dcp.adopt import adopt as adopt_checkpoint
+    from ckptman.tools.adopt.adopt import adopt as adopt_checkpoint
 
     # Each file is read twice: to compare its checksums, and for digests.
     sizes = [each.lstat().st_size for each in folder.glob("*.distcp")] if folder.is_dir() else []

@@ -13,12 +13,13 @@ from ckptman.cli import console
 from ckptman.cli.options import AsJson, is_size, option, parse_size, path_argument
 from ckptman.cli.progress import ending_cleanly, status_line
 from ckptman.cli.select import choose, is_foreign
+from ckptman.engine.state.installed_torch import TorchFacts
 from ckptman.errors import CkptmanError, ConfigError
 from ckptman.policies.parameters import check_positive
 from ckptman.storage.io.isolated_process import Died, NoAnswer, run_isolated
 from ckptman.tools.doctor.examine import LEAST_BYTES, SIZE_BYTES, examine
 from ckptman.tools.doctor.finding import Finding
-from ckptman.tools.doctor.job_environment import TorchFacts, survey
+from ckptman.tools.doctor.job_environment import survey
 
 MOST_TIMEOUT_SECONDS = 86400
 SECOND_TIMEOUT_SECONDS = 30

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import os
 import threading
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -19,7 +18,7 @@ from ckptman.runtime.signals import SignalHandler
 from ckptman.runtime.tracker import Tracker
 from ckptman.session.watchdog_actions import Setting, patience_of
 from ckptman.storage.catalog.backends.backend import check_folder
-from ckptman.storage.format.paths import MAX_STEP
+from ckptman.storage.format.paths import step_number
 
 MOST_METADATA_BYTES = 64 * 1024
 _DETACHED = {"an optimizer": {"state", "param_groups"}, "a schedule": {"last_epoch", "_step_count"}}
@@ -148,17 +147,6 @@ def _warn_of_detached(name: object, value: object) -> None:
                 f"state[{name!r}] is the state_dict() of {kind}: it does not change as that does, and what is restored "
                 f"into it does not get there by itself. Put the object itself into the state"
             )
-
-
-def step_number(step: Any) -> int:
-    """Return a step as a plain int; NumPy's and torch's whole numbers are taken too. Raises: ConfigError."""
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise ConfigError(f"a step is a whole number, not {step!r}") from None
-    if not 0 <= number <= MAX_STEP:
-        raise ConfigError(f"a step is a number from 0 to {MAX_STEP}, not {number}")
-    return number
 
 
 def total_step_number(total_steps: Any) -> int | None:

@@ -16,10 +16,10 @@ import pytest
 import ckptman.storage.io.file_writer  # noqa: F401 so that no check imports NumPy in a process of its own
 from ckptman.cli import doctor as verb
 from ckptman.cli.app import main
+from ckptman.engine.state.installed_torch import TorchFacts
 from ckptman.tools.doctor import examine as checks
 from ckptman.tools.doctor import filesystem_checks, renames
 from ckptman.tools.doctor.finding import Finding
-from ckptman.tools.doctor.job_environment import TorchFacts
 from ckptman.tools.doctor.mount import FAMILIES, LOCAL
 from tests.helpers.checkpoints import commit
 from tests.helpers.forkserver import Python

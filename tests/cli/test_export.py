@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 import ckptman
 from ckptman.cli.app import main
-from ckptman.engine.dcp.adopt import adopt
 from ckptman.storage.catalog.reader_lease import look
+from ckptman.tools.adopt.adopt import adopt
 from tests.helpers.checkpoints import flip_byte
 
 pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.filterwarnings("ignore:.*in a single process")]

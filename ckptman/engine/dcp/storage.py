@@ -44,11 +44,10 @@ from ckptman.engine.state.file_layout import Image, Layout, Placed, pickled
 from ckptman.engine.state.local_shards import is_plain
 from ckptman.engine.state.named_state import Snapshot, snapshot_of
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError
-from ckptman.session.arguments import step_number
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.reader_lease import refuse_gone
 from ckptman.storage.format.chunk_table import pack
-from ckptman.storage.format.paths import METADATA, data_name
+from ckptman.storage.format.paths import METADATA, data_name, step_number
 from ckptman.storage.io.durable_files import DISK
 
 _RESULT = "ckptman.result"

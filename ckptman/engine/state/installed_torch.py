@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from ckptman.tools.doctor.job_environment import TorchFacts
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """What torch says of itself. `device`: cuda, rocm or cpu. `backends`: those of torch.distributed that it has.
+
+    `problem`: why torch, or its devices, cannot be used; the rest may be empty then. `unanswered`: it was given up,
+    after how long, and nothing is known.
+    """
+
+    version: str = ""
+    device: str = "cpu"
+    device_names: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    problem: str | None = None
+    unanswered: str | None = None
 
 
 def torch_facts() -> TorchFacts:

@@ -14,11 +14,12 @@ step-0000000100.trash-X      deleted, being removed
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from ckptman.errors import ConfigError
 from ckptman.storage.io.durable_files import RUN_FOLDER
@@ -75,6 +76,17 @@ class StepName(NamedTuple):
     step: int
     kind: Kind
     tag: str
+
+
+def step_number(step: Any) -> int:
+    """Return a step as a plain int; NumPy's and torch's whole numbers are taken too. Raises: ConfigError."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise ConfigError(f"a step is a whole number, not {step!r}") from None
+    if not 0 <= number <= MAX_STEP:
+        raise ConfigError(f"a step is a number from 0 to {MAX_STEP}, not {number}")
+    return number
 
 
 def step_folder(step: int, kind: Kind = "step", tag: str = "") -> str:

@@ -15,9 +15,9 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from ckptman.engine.state.installed_torch import TorchFacts
 from ckptman.errors import CkptmanError, ConfigError
 from ckptman.jobs.slurm.batch_script import parse, warned
 from ckptman.jobs.slurm.commands import ended_jobs
@@ -39,22 +39,6 @@ _TIME_ERROR = 5
 _FAR_SECONDS = 10 * 365 * 86400
 """No job ends so long from now, or ended so long ago."""
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-
-
-@dataclass(frozen=True)
-class TorchFacts:
-    """What torch says of itself. `device`: cuda, rocm or cpu. `backends`: those of torch.distributed that it has.
-
-    `problem`: why torch, or its devices, cannot be used; the rest may be empty then. `unanswered`: it was given up,
-    after how long, and nothing is known.
-    """
-
-    version: str = ""
-    device: str = "cpu"
-    device_names: tuple[str, ...] = ()
-    backends: tuple[str, ...] = ()
-    problem: str | None = None
-    unanswered: str | None = None
 
 
 def survey(torch: TorchFacts, against_bytes: int | None = None) -> list[Finding]:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ckptman.engine.state.installed_torch import TorchFacts
 from ckptman.tools.doctor import job_environment
 from ckptman.tools.doctor.job_environment import (
-    TorchFacts,
     check_backends,
     check_clock,
     check_devices,

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptman._tracebacks import short_traceback
-from ckptman.engine.dcp.adopt_describe import describe, placed
 from ckptman.engine.loading.box_reader import BoundedState
 from ckptman.engine.loading.checkpoint_reader import SavedState
 from ckptman.errors import ConfigError, CorruptError, ExistsError, NotFoundError, RootError, plain
@@ -28,6 +27,7 @@ from ckptman.storage.format.paths import MANIFEST, METADATA, parse_data, parse_h
 from ckptman.storage.io.durable_files import DISK, holding
 from ckptman.storage.io.file_scan import Stamp, stamp_of
 from ckptman.storage.io.safe_open import read_regular
+from ckptman.tools.adopt.describe import describe, placed
 from ckptman.tools.verify.foreign_check import ForeignReport, check_foreign
 
 REASON = "adopted: plain DCP wrote it"

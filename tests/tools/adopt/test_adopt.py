@@ -16,10 +16,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
 from ckptman.cli.app import main
-from ckptman.engine.dcp.adopt import adopt, candidates
 from ckptman.engine.loading.checkpoint_reader import SavedState
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.io.durable_files import Disk
+from ckptman.tools.adopt.adopt import adopt, candidates
 from tests.engine.dcp.test_values import differing, emptied, load
 from tests.helpers import unprivileged
 from tests.helpers.checkpoints import commit, flip_byte

@@ -1,0 +1,1 @@
+"""Make a checkpoint of plain DCP one of ckptman, where it is."""
