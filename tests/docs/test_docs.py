@@ -333,7 +333,7 @@ def test_every_field_on_disk_is_in_the_format_page():
 
 def test_every_event_is_in_the_journal_page():
     calls = re.compile(r"(?:\.note|\._note|\.record|\.end)\(\s*(?:\"(\w+)\"|state)")
-    files = [path for path in (REPOSITORY / "ckptman").rglob("*.py") if "scheduler" not in path.parts]  # of chains
+    files = [path for path in (REPOSITORY / "ckptman").rglob("*.py") if "jobs" not in path.parts]  # of chains
     events = {event for file in files for event in calls.findall(file.read_text()) if event} | {
         "finished",
         "stopped",
