@@ -38,7 +38,7 @@ _INODE = 2
 _Stamp = tuple[int, ...]
 """Device, inode, size and times of a folder."""
 Names = Mapping[str, int]
-"""What a root was found to list: names with their inodes; 0 where the file system does not tell, -1 for a link."""
+"""The names in a root, each with its inode: 0 if the file system does not report one, -1 for a symbolic link."""
 _LINK, _UNTOLD = -1, (0, 2**32 - 1, 2**64 - 1)
 Until = Callable[["Entry"], bool]
 """Whether a checkpoint will do, so that older ones need not be looked into."""
@@ -420,7 +420,7 @@ class Catalog:
         self, names: list[tuple[str, StepName]], inodes: Names, *, brief: bool = False
     ) -> tuple[dict[tuple[int, str], Entry], bool]:
         """The entry of each step, with those that stood aside for it for good, by their tags; and whether everything
-        stayed where it was while we looked. `brief`: by their manifests alone."""
+        stayed where it was while we looked. `brief`: read the manifests only."""
         found: dict[tuple[int, str], list[tuple[tuple[bool, bool, int], Entry]]] = {}
         settled = True
         # Which of two counts depends on whether their files are there.
@@ -458,7 +458,7 @@ class Catalog:
         return True
 
     def _list(self, name: str, step: int, inode: int) -> Entry | None:
-        """What lies under a name, by its manifest, where that is good; otherwise as `_read`."""
+        """Return the entry of a name from its manifest alone, or as `_read` does if the manifest is not good."""
         path = self.root / name
         known = self._known.get(name)
         if known is not None and inode == known.inode and (inode or (known.stamp and known.stamp == _stamp(path))):
@@ -602,8 +602,8 @@ def _notes(entry: Entry) -> tuple[bool, str, str]:
 
 
 def attempt_and_step(entries: Iterable[Entry]) -> tuple[int, int]:
-    """The latest attempt that saved one of the entries that are complete, and its last step; (0, -1) where there is
-    none. What is in memory is newer where these are higher."""
+    """Return the highest attempt and step among the complete entries, or (0, -1). A checkpoint in memory with a higher
+    pair is newer."""
     return max(((entry.attempt, entry.step) for entry in entries if entry.complete), default=(0, -1))
 
 

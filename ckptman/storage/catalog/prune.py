@@ -101,8 +101,7 @@ def plan_prune(
     live, instead of taking it for granted; and look at the tiers, instead of believing the last drain, where a policy
     may delete something. `coming`: the save for which there is no room (see `retention.plan`). `catalogue`: of this
     root, where one remembers it; then only those folders are looked into that are to go, and those that a deletion
-    relies on. `rounds`: how often it is planned anew where they are not what was remembered; after that everything is
-    looked into.
+    relies on. `rounds`: how often to plan again if they differ from what was remembered; then all are looked into.
 
     Raises: as `Catalog.scan`.
     """

@@ -297,7 +297,10 @@ class _Held:
 
 
 def run_names(root: Path) -> list[str]:
-    """List the folder of a run; nothing where it is a link, through which nobody leases. Raises: RootError."""
+    """List `.ckptman`. Empty if it is missing or a symbolic link, as leases are never written through one.
+
+    Raises: RootError.
+    """
     try:
         if run_folder(root).is_symlink():  # what lies elsewhere is none of this root's
             return []

@@ -42,7 +42,7 @@ class Backend(Protocol):
     def list(self, *, abandoned: bool = False, step: int | None = None, until: Until | None = None) -> list[Entry]:
         """Return all entries, oldest commit first; with `abandoned` also those that a rollback left behind.
 
-        `step`, `until`: as for `Catalog.scan`, where that saves work; a place may list and look at more.
+        `step` and `until` save work (see `Catalog.scan`); a backend may ignore them and return more.
 
         Raises: NotFoundError, RootError, CorruptError: nobody can tell what is there.
         """
