@@ -8,6 +8,8 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from ckptman.cli.options import OTHERS
+from ckptman.cli.removed import REMOVED
+from ckptman.errors import ConfigError
 
 LEAST_COLUMNS, MOST_COLUMNS = 40, 100
 Panels = dict[str, list[tuple[str, str]]]
@@ -20,7 +22,17 @@ def help_width() -> int:
 
 
 class Verb(TyperCommand):
-    """A verb whose options are shown in the panels that they name."""
+    """A verb whose options are shown in the panels that they name, and which remembers those it had."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # click's NoSuchOption, of which newer versions of typer have a copy
+            option = getattr(error, "option_name", "")
+            replacement = REMOVED.get((self.name or "", option))
+            if replacement is None:
+                raise
+            raise ConfigError(f"{option} was removed: {replacement}") from None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write(formatter, _parameters(self, ctx))

@@ -201,7 +201,7 @@ class Cluster:
         deadline = time.monotonic() + timeout_seconds
         while not done():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what} after {timeout_seconds:.0f} s\n{self._last_words()}")
+                raise TimeoutError(f"{what} after {timeout_seconds:.0f} s\n{self.last_words()}")
             time.sleep(0.1)
 
     def stop(self):
@@ -224,7 +224,7 @@ class Cluster:
     def _daemon(self, *command):
         done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=240)
         if done.returncode:
-            raise RuntimeError(f"{command[0]}: {done.stderr or done.stdout}\n{self._last_words()}")
+            raise RuntimeError(f"{command[0]}: {done.stderr or done.stdout}\n{self.last_words()}")
 
     def _mount_freezer(self):
         freezer = self.folder / "cgroup/freezer"
@@ -268,11 +268,13 @@ class Cluster:
             while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
                 time.sleep(0.02)
 
-    def _last_words(self):
+    def last_words(self, folder=None):
+        """The end of each log of the daemons, and of the logs of jobs in `folder`."""
         words = []
-        for path in sorted((self.folder / "log").glob("*.log")):
+        jobs = [] if folder is None else [*folder.glob("log*"), *folder.glob("*.out"), *folder.glob("logs/*")]
+        for path in (*sorted(jobs), *sorted((self.folder / "log").glob("*.log"))):
             with suppress(OSError):
-                words += [f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-8:]]
+                words += [f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-20:]]
         return "\n".join(words)
 
 

@@ -30,6 +30,15 @@ def cluster():
         made.stop()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test that failed shows what its jobs and the daemons wrote."""
+    report = yield
+    if report.failed and call.when == "call" and (lab := item.funcargs.get("lab")):
+        report.sections.append(("what the jobs and the daemons wrote", lab.last_words(item.funcargs["tmp_path"])))
+    return report
+
+
 @pytest.fixture
 def lab(cluster, tmp_path, monkeypatch):
     """The cluster, with this process as one of its users; and nothing left in its queue afterwards."""
