@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,8 @@ START_SECONDS = 30.0
 CRED_SECONDS = 5
 """A requeued job waits this long and a second more."""
 KILL_WAIT_SECONDS = 6
+SILENT_SECONDS, SILENT_SECONDS_OF_A_DEAD_NODE = 60, 6
+"""After which a node counts as down: a busy machine keeps daemons waiting for longer than a test waits for a dead one."""
 
 _CONF = """
 ClusterName=lab
@@ -60,9 +63,9 @@ JobRequeue=1
 KillWait={kill_wait}
 InactiveLimit=0
 SlurmctldTimeout=30
-SlurmdTimeout=6
-MessageTimeout=10
-BatchStartTimeout=10
+SlurmdTimeout={silent}
+MessageTimeout=60
+BatchStartTimeout=60
 MinJobAge=86400
 DefMemPerCPU=100
 CompleteWait=0
@@ -100,6 +103,7 @@ class Cluster:
             "SLURM_CONF": str(folder / "slurm.conf"),
         }
         self._mounted = False
+        self._dead = []
 
     def start(self):
         """Start all daemons, and wait until each node is idle."""
@@ -119,7 +123,8 @@ class Cluster:
             f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000"
             for name, port in zip(self.nodes, ports[1:])
         ]
-        conf = _CONF.format(
+        self._conf = partial(
+            _CONF.format,
             run=self.folder,
             port=ports[0],
             user=psutil.Process().username(),
@@ -128,7 +133,7 @@ class Cluster:
             track="cgroup" if self._mounted else "linuxproc",
             nodes="\n".join(lines),
         )
-        (self.folder / "slurm.conf").write_text(conf)
+        (self.folder / "slurm.conf").write_text(self._conf(silent=SILENT_SECONDS))
         (self.folder / "plugstack.conf").write_text("")
         mount = f"CgroupMountpoint={self.folder}/cgroup" if self._mounted else ""
         (self.folder / "cgroup.conf").write_text(
@@ -158,11 +163,20 @@ class Cluster:
     def stop_controller(self):
         self._end_by_pid_file("slurmctld.pid", signal.SIGTERM)
 
+    def _notice_silence_after(self, seconds):
+        (self.folder / "slurm.conf").write_text(self._conf(silent=seconds))
+        self.ask("scontrol", "reconfigure")
+
     def start_node(self, name):
+        if name in self._dead:
+            self._dead.remove(name)
+            self._notice_silence_after(SILENT_SECONDS_OF_A_DEAD_NODE if self._dead else SILENT_SECONDS)
         self._daemon("slurmd", "-N", name, "-f", str(self.folder / "slurm.conf"))
 
     def kill_node(self, name):
         """What a power cut does: the daemon, and all that runs there, are gone at once, and nobody tells of it."""
+        self._dead.append(name)
+        self._notice_silence_after(SILENT_SECONDS_OF_A_DEAD_NODE)
         self._end_by_pid_file(f"slurmd.{name}.pid", signal.SIGKILL)
         there = []
         for process in self._processes():
