@@ -23,7 +23,7 @@ CRED_SECONDS = 5
 """A requeued job waits this long and a second more."""
 KILL_WAIT_SECONDS = 6
 SILENT_SECONDS, SILENT_SECONDS_OF_A_DEAD_NODE = 60, 6
-"""After which a node counts as down: a busy machine keeps daemons waiting for longer than a test waits for a dead one."""
+"""When a silent node counts as down: a busy machine keeps daemons waiting longer than a test waits for a dead one."""
 
 _CONF = """
 ClusterName=lab
