@@ -80,22 +80,72 @@ _HOME = {
 }
 
 __all__ = [
+    "AtMost",
+    "AtStep",
+    "BeforeDeadline",
+    "BusyError",
     "Checkpointer",
     "CkptmanError",
+    "CommitError",
+    "ConfigError",
+    "CorruptError",
+    "DalyInterval",
     "ElasticSampler",
+    "EverySeconds",
+    "EverySteps",
+    "ExistsError",
+    "FormatVersionError",
+    "FromRank0",
+    "HealthThresholds",
+    "InitTimeInterval",
+    "IntervalError",
+    "KeepBest",
+    "KeepDaily",
+    "KeepEvery",
+    "KeepHourly",
+    "KeepLast",
+    "KeepMonthly",
+    "KeepSteps",
+    "KeepWeekly",
+    "KeepWithin",
     "MemoryTier",
+    "MismatchError",
+    "NotFoundError",
+    "OnStop",
+    "PerRank",
     "RNGState",
+    "RankLostError",
     "ResumableLoader",
+    "RetentionPolicy",
+    "RootError",
+    "Run",
+    "SavePolicy",
+    "SchedulerError",
     "SignalHandler",
+    "Skipped",
+    "StorageReader",
+    "StorageWriter",
+    "SuspectError",
     "Tier",
+    "TrackedRun",
+    "Tracker",
+    "Trainable",
+    "UnknownKeyError",
     "__version__",
     "adopt",
+    "copy",
     "dcp",
+    "diff",
     "errors",
     "export",
     "load",
+    "pin",
     "policies",
+    "prune",
+    "read",
     "save",
+    "unpin",
+    "verify",
 ]
 
 
@@ -110,72 +160,60 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_HOME})
+    return __all__
 
 
 if TYPE_CHECKING:
-    from ckptman import dcp as dcp
-    from ckptman import errors as errors
-    from ckptman import policies as policies
-    from ckptman.api import load as load
-    from ckptman.api import save as save
-    from ckptman.checkpointer import Checkpointer as Checkpointer
-    from ckptman.data.elastic_sampler import ElasticSampler as ElasticSampler
-    from ckptman.data.resumable_loader import ResumableLoader as ResumableLoader
-    from ckptman.engine.dcp.storage import StorageReader as StorageReader
-    from ckptman.engine.dcp.storage import StorageWriter as StorageWriter
-    from ckptman.engine.loading.accepted import Skipped as Skipped
-    from ckptman.engine.loading.read import read as read
-    from ckptman.engine.state.generators import RNGState as RNGState
-    from ckptman.engine.state.rank_values import FromRank0 as FromRank0
-    from ckptman.engine.state.rank_values import PerRank as PerRank
-    from ckptman.engine.state.trainable import Trainable as Trainable
-    from ckptman.errors import BusyError as BusyError
-    from ckptman.errors import CkptmanError as CkptmanError
-    from ckptman.errors import CommitError as CommitError
-    from ckptman.errors import ConfigError as ConfigError
-    from ckptman.errors import CorruptError as CorruptError
-    from ckptman.errors import ExistsError as ExistsError
-    from ckptman.errors import FormatVersionError as FormatVersionError
-    from ckptman.errors import IntervalError as IntervalError
-    from ckptman.errors import MismatchError as MismatchError
-    from ckptman.errors import NotFoundError as NotFoundError
-    from ckptman.errors import RankLostError as RankLostError
-    from ckptman.errors import RootError as RootError
-    from ckptman.errors import SchedulerError as SchedulerError
-    from ckptman.errors import SuspectError as SuspectError
-    from ckptman.errors import UnknownKeyError as UnknownKeyError
-    from ckptman.policies.calendar import KeepDaily as KeepDaily
-    from ckptman.policies.calendar import KeepHourly as KeepHourly
-    from ckptman.policies.calendar import KeepMonthly as KeepMonthly
-    from ckptman.policies.calendar import KeepWeekly as KeepWeekly
-    from ckptman.policies.calendar import KeepWithin as KeepWithin
-    from ckptman.policies.health import HealthThresholds as HealthThresholds
-    from ckptman.policies.memory_tier import MemoryTier as MemoryTier
-    from ckptman.policies.retention import KeepBest as KeepBest
-    from ckptman.policies.retention import KeepEvery as KeepEvery
-    from ckptman.policies.retention import KeepLast as KeepLast
-    from ckptman.policies.retention import RetentionPolicy as RetentionPolicy
-    from ckptman.policies.retention_rules import AtMost as AtMost
-    from ckptman.policies.retention_rules import KeepSteps as KeepSteps
-    from ckptman.policies.save_policies import AtStep as AtStep
-    from ckptman.policies.save_policies import BeforeDeadline as BeforeDeadline
-    from ckptman.policies.save_policies import DalyInterval as DalyInterval
-    from ckptman.policies.save_policies import EverySeconds as EverySeconds
-    from ckptman.policies.save_policies import EverySteps as EverySteps
-    from ckptman.policies.save_policies import InitTimeInterval as InitTimeInterval
-    from ckptman.policies.save_policies import OnStop as OnStop
-    from ckptman.policies.save_policies import SavePolicy as SavePolicy
-    from ckptman.policies.tiers import Tier as Tier
-    from ckptman.run import Run as Run
-    from ckptman.runtime.signals import SignalHandler as SignalHandler
-    from ckptman.runtime.tracker import TrackedRun as TrackedRun
-    from ckptman.runtime.tracker import Tracker as Tracker
-    from ckptman.tools.adopt.adopt import adopt as adopt
-    from ckptman.tools.copy import copy as copy
-    from ckptman.tools.diff.compare import diff as diff
-    from ckptman.tools.exporting.export import export as export
-    from ckptman.tools.manage import pin as pin
-    from ckptman.tools.manage import prune as prune
-    from ckptman.tools.manage import unpin as unpin
-    from ckptman.tools.verify.verify import verify as verify
+    from ckptman import dcp, errors, policies
+    from ckptman.api import load, save
+    from ckptman.checkpointer import Checkpointer
+    from ckptman.data.elastic_sampler import ElasticSampler
+    from ckptman.data.resumable_loader import ResumableLoader
+    from ckptman.engine.dcp.storage import StorageReader, StorageWriter
+    from ckptman.engine.loading.accepted import Skipped
+    from ckptman.engine.loading.read import read
+    from ckptman.engine.state.generators import RNGState
+    from ckptman.engine.state.rank_values import FromRank0, PerRank
+    from ckptman.engine.state.trainable import Trainable
+    from ckptman.errors import (
+        BusyError,
+        CkptmanError,
+        CommitError,
+        ConfigError,
+        CorruptError,
+        ExistsError,
+        FormatVersionError,
+        IntervalError,
+        MismatchError,
+        NotFoundError,
+        RankLostError,
+        RootError,
+        SchedulerError,
+        SuspectError,
+        UnknownKeyError,
+    )
+    from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+    from ckptman.policies.health import HealthThresholds
+    from ckptman.policies.memory_tier import MemoryTier
+    from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast, RetentionPolicy
+    from ckptman.policies.retention_rules import AtMost, KeepSteps
+    from ckptman.policies.save_policies import (
+        AtStep,
+        BeforeDeadline,
+        DalyInterval,
+        EverySeconds,
+        EverySteps,
+        InitTimeInterval,
+        OnStop,
+        SavePolicy,
+    )
+    from ckptman.policies.tiers import Tier
+    from ckptman.run import Run
+    from ckptman.runtime.signals import SignalHandler
+    from ckptman.runtime.tracker import TrackedRun, Tracker
+    from ckptman.tools.adopt.adopt import adopt
+    from ckptman.tools.copy import copy
+    from ckptman.tools.diff.compare import diff
+    from ckptman.tools.exporting.export import export
+    from ckptman.tools.manage import pin, prune, unpin
+    from ckptman.tools.verify.verify import verify

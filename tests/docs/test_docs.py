@@ -286,8 +286,13 @@ def test_every_page_is_linked_from_the_readme():
 
 def test_every_public_name_is_in_the_docs():
     everything = "\n".join(text_of(page.name) for page in PAGES)
-    missing = [name for name in dir(ckptman) if not re.search(rf"\b{name}\b", everything)]
+    missing = [name for name in ckptman.__all__ if not re.search(rf"\b{name}\b", everything)]
     assert not missing
+    imported = ",".join(re.findall(r"from ckptman import \(?([\w, \n]+)", everything))
+    used = {*re.split(r"\W+", imported), *re.findall(r"\bckptman\.([A-Z]\w+)", everything)} - {""}
+    assert "Checkpointer" in used
+    assert not used - set(ckptman.__all__)
+    assert all(hasattr(ckptman, name) for name in ckptman.__all__)
 
 
 def test_every_verb_and_option_is_in_the_command_line_page():
