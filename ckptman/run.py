@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, plain
-from ckptman.policies.crash_loop import crashes_of, suspects
+from ckptman.policies.restore_choice import choose
 from ckptman.policies.retention_rules import KeepBest
-from ckptman.runtime.journal import read_journal
+from ckptman.runtime.journal import events_of, suspects_of
 from ckptman.runtime.metrics_log import metric_names, read_metric
 from ckptman.runtime.outcome import read_outcome
 from ckptman.storage.catalog.catalog import Catalog, Entry, Until, any_will_do
@@ -25,7 +25,6 @@ from ckptman.storage.format.paths import (
     METADATA,
     check_is_no_checkpoint,
     is_checkpoint,
-    journal_path,
     metrics_path,
     outcome_path,
 )
@@ -179,15 +178,13 @@ class Run:
 
         Raises: FormatVersionError, RootError (one cannot be read that may be the newest).
         """
-        suspect = suspects(crashes_of(self.events()))
+        suspects = suspects_of(self.root)
 
         def will_do(entry: Entry) -> bool:
-            return not (entry.spoilt or entry.step in suspect or entry.record().damaged)
+            return not (entry.spoilt or entry.step in suspects or entry.record().damaged)
 
-        found = self._counting(until=will_do)
-        finite = [entry for entry in found if not entry.spoilt] or found
-        taken = [entry for entry in finite if entry.step not in suspect] or finite
-        return _checkpoint(taken[-1]) if taken else None
+        choice = choose(reversed(self._counting(until=will_do)), suspects)
+        return next((_checkpoint(entry) for entry in [*choice.tried, *choice.suspects]), None)
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> Checkpoint | None:
         """Return the checkpoint that counts with the lowest value of a metric, or the highest.
@@ -281,8 +278,7 @@ class Run:
         Each is a dict with at least `time` (unix seconds) and `event`; `docs/journal.md` names the others.
         """
         self._catalog().names()
-        path = journal_path(self.root)
-        return read_journal(path)[0] if os.path.lexists(path) else []
+        return events_of(self.root)
 
     @property
     def run_id(self) -> str | None:

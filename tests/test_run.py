@@ -17,7 +17,7 @@ from ckptman.storage.catalog.pins import pin
 from ckptman.storage.catalog.verified import remember_damage
 from ckptman.storage.format.paths import journal_path
 from ckptman.storage.io.durable_files import DISK
-from tests.helpers.checkpoints import commit
+from tests.helpers.checkpoints import commit, make_suspect
 
 
 def test_checkpoints_come_in_order_of_commit_each_with_what_is_known_of_it(tmp_path):
@@ -72,12 +72,7 @@ def test_latest_is_what_a_restore_takes_so_it_is_finite_where_one_is(tmp_path):
 def test_latest_is_none_that_a_restore_suspects(tmp_path):
     for step in (1, 2):
         commit(tmp_path, step)
-    journal = Journal(journal_path(tmp_path))
-    for attempt in (1, 2):
-        journal.record("attempt_started", attempt=attempt)
-        journal.record("restored", attempt=attempt, step=2)
-        journal.record("failed", attempt=attempt, step=5, cause="program")
-    journal.close()
+    make_suspect(tmp_path, 2)
     run = ckptman.Run(tmp_path)
     assert run.latest is not None
     assert run.latest.step == 1

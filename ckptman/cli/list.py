@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,8 @@ from ckptman.cli.options import AsJson, path_argument
 from ckptman.cli.select import roots_of
 from ckptman.cli.suggest import roots_near
 from ckptman.errors import CkptmanError, NotFoundError
+from ckptman.policies.restore_choice import choose
+from ckptman.runtime.journal import suspects_of
 from ckptman.storage.format.foreign import ForeignCheckpoint, foreign_in
 from ckptman.storage.format.paths import check_is_no_checkpoint
 
@@ -96,6 +98,7 @@ class _Listing:
     leftovers: list[tuple[Path, StepName]] = field(default_factory=list)
     others: list[ForeignCheckpoint] = field(default_factory=list)
     held: list[tuple[NodeMemory, Part]] = field(default_factory=list)
+    suspects: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property
     def damaged(self) -> set[Path]:
@@ -110,6 +113,14 @@ class _Listing:
     def good(self) -> list[Entry]:
         """What counts, oldest commit first."""
         return [entry for entry in self.counting if entry.complete and entry.path not in self.damaged]
+
+    @cached_property
+    def concern(self) -> str:
+        """Why a restore does not take the newest, or takes one that is not finite; "" if neither."""
+        if not self.good or (choice := choose(reversed(self.good), self.suspects)).tried[:1] == self.good[-1:]:
+            return "not finite: none is" if self.good and choice.only_nonfinite else ""
+        why = "not finite" if choice.nonfinite else "a suspect"
+        return f"{why}: a restore {f'goes back to step {choice.tried[0].step}' if choice.tried else 'refuses it'}"
 
 
 def _look(root: str | Path) -> _Listing:
@@ -127,7 +138,7 @@ def _look(root: str | Path) -> _Listing:
     noted = (each for each in entries if each.complete and VERIFIED in each.beside)
     notes = {each.path: read_verified(each.path, each.require_manifest()) for each in noted}
     others = foreign_in(root, catalogue.names())
-    return _Listing(str(root), entries, notes, leftovers, others, in_memory(root))
+    return _Listing(str(root), entries, notes, leftovers, others, in_memory(root), suspects_of(root))
 
 
 def _as_dict(listing: _Listing) -> dict[str, Any]:
@@ -183,8 +194,8 @@ def _state_of_root(listing: _Listing) -> str:
     good, said = listing.good, []
     if not good:
         said.append("no complete checkpoint")
-    elif good[-1].spoilt:
-        said.append("the newest is not finite")
+    elif listing.concern:
+        said.append(f"the newest is {listing.concern.partition(':')[0]}")
     if broken := len(listing.counting) - len(good):
         said.append(f"{broken:,} {'does' if broken == 1 else 'do'} not count")
     if left := len(listing.entries) - len(listing.counting):
@@ -194,7 +205,7 @@ def _state_of_root(listing: _Listing) -> str:
     if listing.others:
         said.append(f"{len(listing.others):,} of other programs")
     text = ", ".join(said) or "complete"
-    return console.paint(text, "yellow") if not good or good[-1].spoilt or broken else text
+    return console.paint(text, "yellow") if not good or listing.concern or broken else text
 
 
 def _describe_foreign(found: ForeignCheckpoint) -> dict[str, Any]:
@@ -293,10 +304,8 @@ def _summary(listing: _Listing) -> str:
         total = console.size(sum(entry.require_manifest().total_bytes for entry in complete))
         number = console.count(len(complete), "complete checkpoint")
         sentences = [f"{number}, {total}; the newest is of step {complete[-1].step}."]
-        finite = [entry for entry in complete if not entry.spoilt]
-        if complete[-1].spoilt:
-            taken = f"a restore goes back to step {finite[-1].step}" if finite else "none is"
-            sentences.append(f"The newest is not finite: {taken}.")
+        if listing.concern:
+            sentences.append(f"The newest is {listing.concern}.")
     if broken := len(counting) - len(complete):
         sentences.append(f"{broken:,} {'does' if broken == 1 else 'do'} not count.")
     if left:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,15 +70,15 @@ def roots_of(written: list[str]) -> tuple[list[Path], bool]:
 def choose(
     path: Path, step: int | None = None, every: bool = False, passed_over: bool = False, spoilt: bool = False
 ) -> list[Entry]:
-    """Return the entries to work on: of a root the newest commit, that of `step`, or all.
+    """Return the entries to work on: of a root the one that a restore takes, that of `step`, or all.
 
-    `passed_over`: also those that may have been newer and do not count, before it. `spoilt`: the newest all the same
-    where it holds NaN or infinity, for a verb that shows that; otherwise the one that a restore takes, and a line on
-    standard error says so.
+    If a restore does not take the newest, a line on standard error says why. `passed_over`: also those that may have
+    been newer and do not count, before it. `spoilt`: the newest, even if it holds NaN or infinity or is a suspect.
 
     Raises: NotFoundError (no such root, step or checkpoint), RootError, ConfigError (--step of a single checkpoint).
     """
-    from ckptman.storage.catalog.catalog import Catalog, any_will_do, is_finite
+    from ckptman.runtime.journal import suspects_of
+    from ckptman.storage.catalog.catalog import Catalog
 
     check_is_folder(path)
     if step is not None and every:
@@ -94,8 +95,12 @@ def choose(
     catalogue = Catalog(path)
     if step is not None:
         return [catalogue.entry(step)]
-    enough = any_will_do if spoilt else is_finite
-    entries = catalogue.look() if every or passed_over else catalogue.scan(until=enough)
+    suspects = {} if spoilt or every else suspects_of(path)
+
+    def will_do(entry: Entry) -> bool:
+        return spoilt or not (entry.spoilt or entry.step in suspects)
+
+    entries = catalogue.look() if every or passed_over else catalogue.scan(until=will_do)
     if not entries:
         others = [each for each in foreign_in(path, catalogue.names()) if each.is_dcp]
         raise NotFoundError(
@@ -109,23 +114,26 @@ def choose(
     if newest.newer_format is None and passed_over:
         newest = next((entry for entry in reversed(entries) if entry.complete), newest)
     if not spoilt:
-        newest = _prefer_finite(newest, entries)
+        newest = _as_restored(newest, entries, suspects)
     if not passed_over:
         return [newest]
     return [*(each for each in entries if each is not newest and _may_be_newer(each, newest)), newest]
 
 
-def _prefer_finite(newest: Entry, entries: list[Entry]) -> Entry:
-    """Return what a restore takes instead of the newest where that holds NaN or infinity, and say so."""
-    finite = [entry for entry in entries if entry.complete and not entry.spoilt]
-    if not newest.spoilt or not finite:
+def _as_restored(newest: Entry, entries: list[Entry], suspects: Mapping[int, str]) -> Entry:
+    """Return what a restore takes instead of the newest that is complete, and say why."""
+    from ckptman.policies.restore_choice import choose
+
+    choice = choose(reversed(entries), suspects)
+    if not newest.complete or not choice.tried or choice.tried[0] is newest:
         return newest
+    why = f"not finite ({plain(newest.spoilt)})" if choice.nonfinite else f"a suspect: {suspects[newest.step]}"
     typer.echo(
-        f"step {newest.step} is not finite ({plain(newest.spoilt)}), so this is step {finite[-1].step}, as for a "
-        f"restore: name the newest by its step, or its folder, to have that",
+        f"step {newest.step} is {why}, so this is step {choice.tried[0].step}, as for a restore: name the newest by "
+        f"its step, or its folder, to have that",
         err=True,
     )
-    return finite[-1]
+    return choice.tried[0]
 
 
 def _may_be_newer(entry: Entry, newest: Entry) -> bool:
@@ -161,5 +169,6 @@ def choose_objects(url: str, step: int | None, every: bool) -> tuple[Backend, li
     entries = [entry for entry in entries if not entry.abandoned]
     if every or not entries:
         return place, entries
-    newest = _prefer_finite(next((entry for entry in reversed(entries) if entry.complete), entries[-1]), entries)
+    newest = next((entry for entry in reversed(entries) if entry.complete), entries[-1])
+    newest = _as_restored(newest, entries, {})
     return place, [*(each for each in entries if not each.complete and each.step > newest.step), newest]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, NotFoundError
+from ckptman.policies.restore_choice import Choice, choose
 from ckptman.policies.resubmit import Ending
 from ckptman.policies.retention_rules import is_known_time
+from ckptman.runtime.journal import suspects_of
 from ckptman.runtime.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -59,43 +60,47 @@ def judge(returncode: int, outcome: Outcome | None, asked: str = "") -> tuple[En
 
 
 def newest_sequence(root: str, since_seconds: float = 0.0) -> int:
-    """Commit sequence of the complete checkpoint under `root` that the next attempt goes on from: the newest, or the
-    newest finite one; 0 if it was not made since `since_seconds` (unix), or there is none.
+    """Commit sequence of the newest checkpoint under `root` that counts as progress: complete, and finite if there is
+    a finite one; 0 if it was not made since `since_seconds` (unix), or there is none.
 
     Raises: RootError.
     """
-    complete = _complete(root)
-    newest = next((entry for entry in reversed(complete) if not entry.spoilt), complete[-1] if complete else None)
-    if newest is None or (is_known_time(newest.time_seconds) and newest.time_seconds < since_seconds):
+    choice = _choice(root, {})
+    if not choice.tried:
         return 0
-    return newest.sequence
+    newest = choice.tried[0]
+    return 0 if is_known_time(newest.time_seconds) and newest.time_seconds < since_seconds else newest.sequence
 
 
-def spoilt_text(root: str) -> str:
-    """Say that what was saved last under `root` is not finite, so that the next attempt goes back behind it; "" where
-    that is not so.
+def passed_over_text(root: str) -> str:
+    """Say why the next attempt goes back behind the newest checkpoint under `root`; "" if it does not.
 
-    Raises: RootError.
+    Raises: OSError.
     """
-    complete = _complete(root)
-    spoilt = list(takewhile(lambda entry: entry.spoilt, reversed(complete)))
-    if not spoilt or len(spoilt) == len(complete):
+    suspects = suspects_of(root)
+    choice = _choice(root, suspects)
+    if not choice.tried:
         return ""
-    return (
-        f"its checkpoints from step {spoilt[-1].step} on are not finite (NaN or infinity in {spoilt[-1].spoilt}), so "
-        f"the next attempt goes back to step {complete[-len(spoilt) - 1].step}: find out what makes them so, or say "
-        f'nonfinite="ignore" where that is meant'
-    )
+    to, reasons = f"the next attempt goes back to step {choice.tried[0].step}", []
+    if choice.nonfinite:
+        first = choice.nonfinite[-1]
+        reasons = [
+            f"its checkpoints from step {first.step} on are not finite (NaN or infinity in {first.spoilt}), so {to}: "
+            f'find out what makes them so, or say nonfinite="ignore" where that is meant'
+        ]
+    reasons += [f"step {entry.step}: {suspects[entry.step]}, so {to}" for entry in choice.suspects]
+    return "; ".join(reasons)
 
 
-def _complete(root: str) -> list[Entry]:
-    """The complete ones; behind the newest finite one nobody has looked."""
-    from ckptman.storage.catalog.catalog import Catalog, is_finite
+def _choice(root: str, suspects: Mapping[int, str]) -> Choice[Entry]:
+    """What a restore does with the checkpoints under `root`. Behind the first it would take, nobody has looked."""
+    from ckptman.storage.catalog.catalog import Catalog
 
     try:
-        return Catalog(root).complete(is_finite)
+        found = Catalog(root).scan(until=lambda entry: not entry.spoilt and entry.step not in suspects)
     except NotFoundError:
-        return []
+        found = []
+    return choose(reversed(found), suspects)
 
 
 def gone_text(root: str) -> str:

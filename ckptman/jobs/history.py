@@ -14,7 +14,7 @@ from ckptman.errors import CkptmanError, CorruptError, SchedulerError
 from ckptman.forecast.save_costs import warning_seconds
 from ckptman.jobs.attempt_log import logs_of
 from ckptman.jobs.causes import CRASHES, Cause, asked_by, with_reaction
-from ckptman.jobs.chain import gone_text, newest_sequence, spoilt_text
+from ckptman.jobs.chain import gone_text, newest_sequence, passed_over_text
 from ckptman.jobs.chain_record import AttemptRecord, Chain, EndRecord, JobRecord
 from ckptman.jobs.lost_outcome import find_outcome
 from ckptman.jobs.progress import Left, Newest, find_left, later_of
@@ -142,8 +142,8 @@ def note_end(
         until = now if seen_seconds is None else seen_seconds
         cause = _with_reaction(chain, cause, counts_as_saved(left.has_saved, until - attempt.begun_seconds))
     with suppress(CkptmanError, OSError):
-        if root and ending != "finished" and (spoilt := spoilt_text(root)):
-            reason = f"{reason}; {spoilt}"
+        if root and ending != "finished" and (why := passed_over_text(root)):
+            reason = f"{reason}; {why}"
     if ending != "finished" and left.note:
         reason = f"{reason}; {left.note}"
     record = EndRecord(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, RootError, SchedulerError
 from ckptman.jobs.attempt_log import logs_of
 from ckptman.jobs.causes import Cause, with_reaction
-from ckptman.jobs.chain import Say, gone_text, judge, newest_sequence, patient, spoilt_text
+from ckptman.jobs.chain import Say, gone_text, judge, newest_sequence, passed_over_text, patient
 from ckptman.jobs.finished import by_done
 from ckptman.jobs.lost_outcome import NO_ROOT, find_outcome
 from ckptman.jobs.process_tree import ATTEMPT_ID_ENV, ProcessTree, handles, ignores
@@ -144,8 +144,8 @@ def _run_attempts(
             before = sequence
             try:
                 sequence = newest_sequence(root, since_seconds) if root else before
-                if root and ending != "finished" and (spoilt := spoilt_text(root)):
-                    reason = f"{reason}; {spoilt}"
+                if root and ending != "finished" and (why := passed_over_text(root)):
+                    reason = f"{reason}; {why}"
             except RootError as error:
                 tell(f"{error}; counted as no progress")
             is_known = bool(root) or any(each.has_saved for each in attempts)

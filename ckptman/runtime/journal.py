@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.errors import NotFoundError, masked
+from ckptman.policies.crash_loop import crashes_of, suspects
+from ckptman.storage.format.paths import journal_path
 from ckptman.storage.io.durable_files import DISK, Disk, give_to_owner_of, open_new
 from ckptman.storage.io.safe_open import read_end
 
@@ -163,6 +165,19 @@ def read_journal(path: str | os.PathLike[str], most_bytes: int | None = None) ->
     if not files:
         raise NotFoundError(f"there is no journal {os.fspath(path)}: no run has been started there")
     return [event for events, _ in files for event in events], sum(torn for _, torn in files)
+
+
+def events_of(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the events of the run of a root, oldest first; [] if no run was started in it. Raises: OSError."""
+    try:
+        return read_journal(journal_path(Path(root)))[0]
+    except NotFoundError:
+        return []
+
+
+def suspects_of(root: str | os.PathLike[str]) -> dict[int, str]:
+    """Return the steps that a restore passes over, and why, as of now: see `crash_loop.suspects`. Raises: OSError."""
+    return suspects(crashes_of(events_of(root)))
 
 
 def _events(path: Path, most_bytes: int) -> tuple[list[dict[str, Any]], int]:

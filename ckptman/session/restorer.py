@@ -6,6 +6,7 @@ import contextlib
 import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ckptman.errors import (
     plain,
     warn,
 )
+from ckptman.policies.restore_choice import Choice, choose
 from ckptman.session.memory_restore import MemoryRestore
 from ckptman.session.run_session import RunSession, refuse_other_checkpoints
 from ckptman.storage.catalog.backends.local import LocalBackend
@@ -43,31 +45,21 @@ _LOOKS = 10
 """After so many a root whose checkpoints vanish while they are read is no longer looked at anew."""
 
 
-def choose(entries: list[Entry], step: int | None) -> list[Entry]:
-    """Return the entries to try, best first: the step asked for, or all complete ones, last committed first.
+def require_complete(entries: list[Entry]) -> None:
+    """Refuse to choose where the best checkpoint may be among those that cannot be used.
 
     Raises: FormatVersionError if a newer ckptman wrote one of them: it may well be the newest good one, and going back
     behind it would lose its steps silently. CorruptError if there are entries and none is complete.
     """
-    if step is not None:
-        named = [each for each in reversed(entries) if each.step == step]
-        # What a rollback left behind only where it was not saved again.
-        named = [each for each in named if not each.abandoned] or named
-        whole = [each for each in named if each.complete]
-        if not whole:
-            named[0].require_manifest()
-        return [each for each in whole if each.identity == whole[0].identity]
     for entry in entries:
         if entry.newer_format is not None:
             raise entry.newer_format
-    good = [entry for entry in reversed(entries) if entry.complete]
-    if entries and not good:
+    if entries and not any(entry.complete for entry in entries):
         raise CorruptError(
             f"{entries[-1].path.parent} holds {len(entries)} checkpoints and none of them is complete: "
             + "; ".join(f"step {entry.step}: {entry.problem}" for entry in entries[-3:])
             + ". Nothing is started over them: bring one back from a copy, or move them away to begin afresh"
         )
-    return good
 
 
 class Restorer:
@@ -103,22 +95,19 @@ class Restorer:
         begun = time.monotonic()
         refused: list[str] = []
         self._looked()
-        entries, trouble = self._control.run_on_leader(lambda: self._candidates_beside_memory(step, allow_suspect))
-        left = list(entries)
-        if (found := self._best_in_memory(state, step, left, allow_suspect, refused)) is not None:
+        on_disk, trouble = self._control.run_on_leader(lambda: self._candidates_beside_memory(step, allow_suspect))
+        if (found := self._best_in_memory(state, step, on_disk, allow_suspect, refused)) is not None:
             return found
         if trouble is not None:
             raise trouble
-        looks = 1
-        before: Entry | None = None
+        left, looks = on_disk.all, 1
         unreachable: CkptmanError | None = None
         while left:
-            entry = left.pop(0)
-            if self._prefer_finite and step is None and entry.spoilt and before is not None and not before.spoilt:
+            if len(left) == len(on_disk.last_resort):
                 if unreachable is not None:
                     raise unreachable
-                self._tell_last_resort(entry)
-            before = entry
+                self._tell_last_resort(left[0])
+            entry = left.pop(0)
             if not entry.in_folder and (trouble := self._fetch(entry)) is not None:
                 if not left:
                     raise trouble
@@ -134,8 +123,8 @@ class Restorer:
             except (CorruptError, NotFoundError) as error:
                 if looks < _LOOKS and self._control.run_on_leader(partial(is_gone, entry.path)):
                     # Pruned since it was listed. Whoever did that left the newest: what there is now is looked at anew.
-                    left = list(self._control.run_on_leader(lambda: self._candidates(step, allow_suspect)))
-                    looks += 1
+                    on_disk = self._control.run_on_leader(lambda: self._candidates(step, allow_suspect))
+                    left, looks = on_disk.all, looks + 1
                     continue
                 if not entry.complete:
                     self._skip(entry, CorruptError(entry.problem))
@@ -173,23 +162,23 @@ class Restorer:
 
     def _candidates_beside_memory(
         self, step: int | None, allow_suspect: bool
-    ) -> tuple[list[Entry], CkptmanError | None]:
+    ) -> tuple[Choice[Entry], CkptmanError | None]:
         """Return what is on disk to try, and what is to be raised where nothing in memory will do."""
         try:
             return self._candidates(step, allow_suspect), None
         except (NotFoundError, CorruptError) as error:
             if not self.finds_in_memory():
                 raise
-            return [], error
+            return choose([], {}), error
 
     def _best_in_memory(
-        self, state: State, step: int | None, left: list[Entry], allow_suspect: bool, refused: list[str]
+        self, state: State, step: int | None, on_disk: Choice[Entry], allow_suspect: bool, refused: list[str]
     ) -> int | None:
         """Load what is in memory where that is newer than what is on disk, or the same, and say why where it is not.
         `refused`: gets what could not be loaded, over which nothing is started afresh."""
         if self._memory is None:
             return None
-        found = self._looked()
+        found, left = self._looked(), on_disk.all
         for number, damage in self._memory.damage.items():
             if step in (None, number):
                 refused.append(f"step {number} in memory: {damage}")
@@ -323,7 +312,7 @@ class Restorer:
             more["only"] = list(only)
         self._attempt.note("restored", step=step, path=str(folder), seconds=seconds, **more)
 
-    def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
+    def _candidates(self, step: int | None, allow_suspect: bool) -> Choice[Entry]:
         if step is not None:
             return self._of_step(step)
         suspects = {} if allow_suspect else self._attempt.suspects()
@@ -333,7 +322,7 @@ class Restorer:
 
         entries = self._place.list(until=will_do)
         if not any(entry.complete for entry in entries) and self._place.list(abandoned=True, until=any_will_do):
-            choose(entries, None)
+            require_complete(entries)
             raise CorruptError(
                 f"{self._place.root}: all that is left was abandoned by a rollback, and nothing is started over it: "
                 f"ckptman rollback --undo brings it back, and restore(step=...) takes one of it"
@@ -343,67 +332,62 @@ class Restorer:
         for entry in entries:
             if not entry.complete and entry.newer_format is None:
                 self._skip(entry, CorruptError(entry.problem))
-        chosen = choose(entries, None)
-        finite = self._without_spoilt(chosen) if self._prefer_finite else chosen
-        left = self._without_suspects(finite, suspects)
-        if len(left) < len(finite) or self._place.away is not None:
-            return left
-        # What is not finite comes last: it is better than nothing where all that is finite turns out to be damaged.
-        if len(finite) == len(chosen):
-            return left
-        return left + [entry for entry in chosen if entry.spoilt and entry.step not in suspects]
+        require_complete(entries)
+        choice = choose(reversed(entries), suspects, prefer_finite=self._prefer_finite)
+        self._tell_passed_over(choice, suspects)
+        # A tier that is away may hold a finite one.
+        return choice if self._place.away is None else replace(choice, last_resort=[])
 
-    def _of_step(self, step: int) -> list[Entry]:
-        entries = self._place.list(abandoned=True, step=step)
-        if all(entry.step != step for entry in entries):
+    def _of_step(self, step: int) -> Choice[Entry]:
+        """Return what there is of a step: what a rollback left behind only if the step was not saved again."""
+        named = [each for each in reversed(self._place.list(abandoned=True, step=step)) if each.step == step]
+        if not named:
             there = self._place.list(abandoned=True, until=any_will_do)
             if not there:
                 refuse_other_checkpoints(self._place.root, below=True)
             known = ", ".join(str(entry.step) for entry in there[-10:]) or "none"
             raise NotFoundError(f"{self._place.root} has no checkpoint of step {step}; the latest there are: {known}")
-        return choose(entries, step)
+        named = [each for each in named if not each.abandoned] or named
+        whole = [each for each in named if each.complete]
+        if not whole:
+            named[0].require_manifest()
+        return choose((each for each in whole if each.identity == whole[0].identity), {}, prefer_finite=False)
 
-    def _without_spoilt(self, chosen: list[Entry]) -> list[Entry]:
-        """Leave out those that hold NaN or infinity (see `Record.spoilt`), as long as there is another one."""
-        left = [entry for entry in chosen if not entry.spoilt]
-        if not chosen or not chosen[0].spoilt:
-            return left
-        newest = chosen[0]
-        if not left:
+    def _tell_passed_over(self, choice: Choice[Entry], suspects: Mapping[int, str]) -> None:
+        """Note and warn of the checkpoints that the run goes back behind.
+
+        Raises: SuspectError if nothing else is left: a run never falls back to step 0 over checkpoints. What is wrong
+        with a tier that is away, if no checkpoint here is finite.
+        """
+        if choice.only_nonfinite:
             if self._place.away is not None:
                 raise self._place.away
+            newest = [*choice.suspects, *choice.tried][0]
             warn(
                 f"{self._place.root}: no checkpoint is finite (step {newest.step}: NaN or infinity in "
                 f"{newest.spoilt}). The run goes on from the newest; give it another root to begin afresh"
             )
-            return chosen
-        skipped = {each.sequence: each for each in chosen if each.spoilt and each.sequence > left[0].sequence}
-        for entry in skipped.values():
+        elif choice.nonfinite:
+            self._tell_nonfinite(choice.nonfinite, [*choice.suspects, *choice.tried][0])
+        if choice.only_suspects:
+            step = choice.suspects[0].step
+            raise SuspectError(f"{self._place.root}: step {step} is all there is to go on from, and {suspects[step]}")
+        for entry in choice.suspects:
+            self._skip(entry, SuspectError(suspects[entry.step]))
+
+    def _tell_nonfinite(self, skipped: list[Entry], taken: Entry) -> None:
+        for entry in skipped:
             self._attempt.note("restore_refused", step=entry.step, reason=f"not finite: {entry.spoilt}")
+        newest = skipped[0]
         more = f" and {len(skipped) - 1} before it" if len(skipped) > 1 else ""
         again = ""
-        if newest.require_manifest().restored_from == left[0].step:
-            again = f" It had gone on from step {left[0].step} before: expect the same unless something is changed."
+        if newest.require_manifest().restored_from == taken.step:
+            again = f" It had gone on from step {taken.step} before: expect the same unless something is changed."
         warn(
             f"skipping the checkpoint of step {newest.step}{more}: NaN or infinity in {newest.spoilt}. The run goes "
-            f"back to step {left[0].step}, the newest that is finite.{again} restore(step={newest.step}) loads the "
+            f"back to step {taken.step}, the newest that is finite.{again} restore(step={newest.step}) loads the "
             f'newest all the same, and nonfinite="ignore" always does'
         )
-        return left
-
-    def _without_suspects(self, chosen: list[Entry], reasons: Mapping[int, str]) -> list[Entry]:
-        """Leave out those that a run crashed with.
-
-        Raises: SuspectError where nothing else is left: a run never falls back to step 0 over checkpoints.
-        """
-        left = [entry for entry in chosen if entry.step not in reasons]
-        if chosen and not left:
-            step = chosen[0].step
-            raise SuspectError(f"{self._place.root}: step {step} is all there is to go on from, and {reasons[step]}")
-        for entry in chosen:
-            if entry.step in reasons and entry.sequence > left[0].sequence:
-                self._skip(entry, SuspectError(reasons[entry.step]))
-        return left
 
     def _skip(self, entry: Entry, why: Exception) -> None:
         self._attempt.note("restore_refused", step=entry.step, reason=str(why))

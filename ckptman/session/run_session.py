@@ -24,7 +24,6 @@ from ckptman.errors import (
     CkptmanError,
     ConfigError,
     CorruptError,
-    NotFoundError,
     RootError,
     SuspectError,
     masked,
@@ -32,10 +31,10 @@ from ckptman.errors import (
     warn,
     warn_only,
 )
-from ckptman.policies.crash_loop import MOST_IN_VAIN, crashes_of, starts_in_vain, suspects
+from ckptman.policies.crash_loop import MOST_IN_VAIN, starts_in_vain
 from ckptman.policies.intervals import seconds_text
 from ckptman.runtime.attempts import highest_attempt
-from ckptman.runtime.journal import Journal, read_journal
+from ckptman.runtime.journal import Journal, events_of, suspects_of
 from ckptman.runtime.launcher import end_launcher_at_exit, launch_of
 from ckptman.runtime.log import tell, tell_event
 from ckptman.runtime.measurements import typical_save_seconds
@@ -169,7 +168,7 @@ class RunSession:
 
         As the journal has it now: a step that was saved anew is not one of them any more.
         """
-        return suspects(crashes_of(_events(self.root)))
+        return suspects_of(self.root)
 
     def refuse_in_vain(self) -> None:
         """Refuse to train on where torchrun has started the ranks again and again, and no start got anywhere.
@@ -177,7 +176,7 @@ class RunSession:
         Called by the leader after the restore. Raises: SuspectError.
         """
         launch = launch_of(os.environ)
-        if launch and starts_in_vain(_events(self.root), launch) > MOST_IN_VAIN:
+        if launch and starts_in_vain(events_of(self.root), launch) > MOST_IN_VAIN:
             raise SuspectError(
                 f"{self.root}: torchrun has started the ranks {MOST_IN_VAIN} times in a row from the same step, and "
                 f"none of them came to a further checkpoint. This launch ends; remove the cause, which is in the log, "
@@ -186,7 +185,7 @@ class RunSession:
 
     def begun_seconds(self) -> float:
         """Return when the run began, as its journal knows, in unix seconds; now, on ranks that are not the leader."""
-        times = [each.get("time") for each in _events(self.root)] if self.journal is not None else []
+        times = [each.get("time") for each in events_of(self.root)] if self.journal is not None else []
         return next((each for each in times if isinstance(each, int | float)), time.time())
 
     def committed(self) -> None:
@@ -333,7 +332,7 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
         _clear_leftovers(backend.root, held.next_tag(), disk)
         # Looked at again: until the claim was ours, another run may have saved.
         finds = bool(entries or backend.list(abandoned=True, until=any_will_do))
-        events = _events(backend.root)
+        events = events_of(backend.root)
         saves = typical_save_seconds(events)
         highest = highest_attempt(backend.root, [each.attempt for each in entries])
         number = max(highest + 1, attempt_number(os.environ))
@@ -420,18 +419,10 @@ def _clear_leftovers(root: Path, tag: str, disk: Disk) -> None:
         warn(f"leftovers in {root} could not be removed: {error}")
 
 
-def _events(root: Path) -> list[dict[str, Any]]:
-    """Return what the journal knows of earlier attempts."""
-    try:
-        return read_journal(journal_path(root))[0]
-    except NotFoundError:
-        return []
-
-
 def _run_ids(root: Path, run_id: str | None) -> frozenset[str]:
     """Return the ids that the run has, and had in earlier attempts."""
     with contextlib.suppress(OSError):
-        past = {str(event["run_id"]) for event in _events(root) if event.get("run_id")}
+        past = {str(event["run_id"]) for event in events_of(root) if event.get("run_id")}
         return frozenset({*past, *([run_id] if run_id else [])})
     return frozenset([run_id] if run_id else [])
 
@@ -439,7 +430,7 @@ def _run_ids(root: Path, run_id: str | None) -> frozenset[str]:
 def _last_run_id(root: Path) -> str:
     """Return the id of the last attempt that saved nothing to disk; "" where there was none."""
     with contextlib.suppress(OSError):
-        named = [str(event["run_id"]) for event in _events(root) if event.get("run_id")]
+        named = [str(event["run_id"]) for event in events_of(root) if event.get("run_id")]
         return named[-1] if named else ""
     return ""
 

@@ -9,7 +9,7 @@ from ckptman.cli.select import choose_objects
 from ckptman.storage.catalog.backends import object_store
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.format.manifest import Nonfinite
-from tests.helpers.checkpoints import commit, steps_of
+from tests.helpers.checkpoints import commit, make_suspect, steps_of
 
 NOTE = (
     "step 40 is not finite (tensor model.weight), so this is step 20, as for a restore: name the newest by its step, "
@@ -66,6 +66,17 @@ def test_where_none_is_finite_it_is_the_newest(tmp_path, ends):
     for step in (10, 20):
         commit(tmp_path, step, nonfinite=Nonfinite(tensors=("model.weight",)))
     assert ends(0, "pin", tmp_path, "--why", "x") == ("Pinned step 20: x\n", "")
+
+
+def test_a_suspect_is_passed_over_as_by_a_restore(tmp_path, ends):
+    for step in (10, 20):
+        commit(tmp_path, step)
+    make_suspect(tmp_path, 20)
+    told = ends(0, "pin", tmp_path, "--why", "x")
+    assert told.out == "Pinned step 10: x\n"
+    assert "step 20 is a suspect: attempts 1 and 2 loaded it and crashed both after step 23" in told.err
+    assert "The newest is a suspect: a restore goes back to step 10." in ends(0, "list", tmp_path).out
+    assert ends(0, "verify", tmp_path).out.startswith("step 20: good")
 
 
 @pytest.mark.parametrize(

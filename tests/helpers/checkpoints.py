@@ -5,13 +5,23 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_128_digest
 
+from ckptman.runtime.journal import Journal
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.verified import read_verified
 from ckptman.storage.format.chunk_table import assemble
 from ckptman.storage.format.index import Index, Unit
 from ckptman.storage.format.manifest import FileRecord, Manifest, Mesh, read_manifest
-from ckptman.storage.format.paths import CHUNKS, INDEX, METADATA, blocks_name, data_name, new_nonce, step_folder
+from ckptman.storage.format.paths import (
+    CHUNKS,
+    INDEX,
+    METADATA,
+    blocks_name,
+    data_name,
+    journal_path,
+    new_nonce,
+    step_folder,
+)
 from ckptman.storage.format.value_codec import encode
 from ckptman.storage.io.checksums import BLOCK_BYTES, digest_bytes
 from ckptman.storage.io.durable_files import Disk
@@ -117,3 +127,13 @@ def _units(values):
         else:
             units.append(Unit(state=name, whole=True, value=encode(value, name)))
     return units
+
+
+def make_suspect(root, step):
+    """Have the journal of a root say that two attempts crashed alike after loading a step."""
+    journal = Journal(journal_path(Path(root)))
+    for attempt in (1, 2):
+        journal.record("attempt_started", attempt=attempt)
+        journal.record("restored", attempt=attempt, step=step)
+        journal.record("failed", attempt=attempt, step=step + 3, cause="program")
+    journal.close()

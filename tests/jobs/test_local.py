@@ -17,14 +17,14 @@ import pytest
 
 from ckptman import ExistsError, RootError, SchedulerError
 from ckptman.jobs import chain_record, local
-from ckptman.jobs.chain import new_chain_dir, newest_sequence, spoilt_text
+from ckptman.jobs.chain import new_chain_dir, newest_sequence, passed_over_text
 from ckptman.jobs.local import LocalScheduler, run_chain
 from ckptman.jobs.process_tree import ATTEMPT_ID_ENV, ProcessTree
 from ckptman.jobs.signal_queue import SignalQueue
 from ckptman.jobs.slurm import control
 from ckptman.runtime.outcome import Outcome, write_outcome
 from ckptman.storage.format.manifest import Nonfinite
-from tests.helpers.checkpoints import commit
+from tests.helpers.checkpoints import commit, make_suspect
 
 # ---- Decisions ------------------------------------------------------------------------------------------------------
 
@@ -224,12 +224,22 @@ def test_a_crash_loop_over_old_checkpoints_ends_after_three_attempts_too(tmp_pat
         run_chain(["train"], tmp_path / "chain", [].append)
 
 
+def test_a_chain_says_that_a_restore_goes_back_behind_a_suspect(tmp_path):
+    for step in (10, 20):
+        commit(tmp_path, step)
+    assert passed_over_text(str(tmp_path)) == ""
+    make_suspect(tmp_path, 20)
+    assert passed_over_text(str(tmp_path)).startswith("step 20: attempts 1 and 2 loaded it and crashed both after")
+    assert passed_over_text(str(tmp_path)).endswith("so the next attempt goes back to step 10")
+    assert newest_sequence(str(tmp_path)) == 2, "going back is no loss of progress"
+
+
 def test_checkpoints_that_are_not_finite_are_no_progress_and_the_chain_says_so(tmp_path):
     root, nan = tmp_path / "root", Nonfinite(tensors=("model.weight",))
-    assert (newest_sequence(str(root)), spoilt_text(str(root))) == (0, "")
+    assert (newest_sequence(str(root)), passed_over_text(str(root))) == (0, "")
     commit(root, 10, nonfinite=nan)
     # Where none is finite, a run goes on from it.
-    assert (newest_sequence(str(root)), spoilt_text(str(root))) == (1, "")
+    assert (newest_sequence(str(root)), passed_over_text(str(root))) == (1, "")
     commit(root, 20, metrics={"norm": math.inf}, nonfinite=Nonfinite(metrics=("norm",)), time_seconds=time.time() + 9)
     commit(root, 30, nonfinite=nan)
     commit(root, 40, nonfinite=nan)

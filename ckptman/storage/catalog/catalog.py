@@ -590,11 +590,6 @@ def any_will_do(entry: Entry) -> bool:
     return True
 
 
-def is_finite(entry: Entry) -> bool:
-    """For `Catalog.scan`: whether a restore need not go back behind it (see `Record.spoilt`)."""
-    return not entry.spoilt
-
-
 def _notes(entry: Entry) -> tuple[bool, str, str]:
     """What is noted beside a manifest."""
     record = entry.record()
