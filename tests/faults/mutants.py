@@ -29,6 +29,7 @@ from ckptman.engine.saving import saver
 from ckptman.engine.state import named_state, tensor_digest
 from ckptman.engine.state import step_record as recorded
 from ckptman.policies import retention
+from ckptman.policies.restore_choice import choose
 from ckptman.session import restorer
 from ckptman.storage.catalog import catalog as catalogue
 from ckptman.storage.catalog import prune, tiers
@@ -166,7 +167,9 @@ def _finite_ones_may_go():
 
 
 def _spoilt_ones_are_restored():
-    restorer.Restorer._without_spoilt = lambda self, chosen: chosen
+    restorer.choose = lambda newest_first, suspects, prefer_finite=True: choose(
+        newest_first, suspects, prefer_finite=False
+    )
 
 
 def _errors_swallowed():
