@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptman._tracebacks import short_traceback
-from ckptman.engine.comm.control_group import AllRanks, Channel, RankFailed, failing_as_one
+from ckptman.engine.comm.control_group import AllRanks, Channel, Contribution, RankFailed, failing_as_one
 from ckptman.engine.comm.frozen import agree_on_frozen
 from ckptman.engine.comm.replicas import compare_replicas
 from ckptman.engine.loading.accepted import EVERYTHING, Accepted, Skipped
@@ -138,7 +138,10 @@ def load(
     """
     channel = Channel(TIMEOUT_SECONDS)
     try:
-        accepted = Accepted.agreed(channel, missing, unexpected)
+        with failing_as_one():
+            given = channel.agree("load()", lambda: Contribution(Accepted.of(missing, unexpected)))
+        Accepted.refuse_unlike(given.unlike or ())
+        accepted = Accepted.of(missing, unexpected)
 
         def find() -> tuple[Path, bool]:
             with failing_as_one():

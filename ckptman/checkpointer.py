@@ -7,7 +7,7 @@ import copy
 import math
 import os
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,7 @@ import torch
 from ckptman._tracebacks import short_traceback
 from ckptman.data.persistent_workers import warn_of_persistent_workers
 from ckptman.data.resumable_loader import ResumableLoader
-from ckptman.engine.comm.control_group import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
+from ckptman.engine.comm.control_group import Channel, Contribution, await_ranks, failing_as_one
 from ckptman.engine.comm.frozen import agree_on_frozen
 from ckptman.engine.loading.accepted import Accepted
 from ckptman.engine.loading.other_weights import OtherWeights
@@ -47,7 +47,7 @@ from ckptman.errors import (
 )
 from ckptman.policies.memory_tier import MemoryTier
 from ckptman.policies.retention import RetentionPolicy
-from ckptman.policies.save_policies import OnStop, SavePolicy
+from ckptman.policies.save_policies import Decision, OnStop, SavePolicy
 from ckptman.policies.tiers import Tier
 from ckptman.run import checkpoint_at
 from ckptman.runtime.deadline import deadline_from_environment
@@ -73,8 +73,8 @@ from ckptman.session.run_health import Setting as HealthSetting
 from ckptman.session.run_health import finish as finish_health
 from ckptman.session.run_memory import RunMemory, age_on_disk, newest_on_disk
 from ckptman.session.run_notes import RunNotes, check_notify
-from ckptman.session.run_session import RunSession, failed_start_reported
-from ckptman.session.step_consensus import Agreed, StepConsensus
+from ckptman.session.run_session import RunSession, failed_start_reported, metric_numbers
+from ckptman.session.step_consensus import Agreed, StepConsensus, stop_text
 from ckptman.session.step_reporter import StepReporter
 from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import RankWatchdog, Setting
@@ -83,6 +83,7 @@ from ckptman.storage.format.paths import MAX_STEP, step_number
 from ckptman.storage.io.durable_files import DISK
 
 _REGULAR = (None, EXIT_OK, EXIT_AGAIN)
+_Decisions = tuple[Decision | None, Decision | None]
 """Codes of a SystemExit with which a loop leaves its block in order."""
 
 
@@ -229,7 +230,8 @@ class Checkpointer:
         """The entries that note each step."""
         self._control = Channel(timeout_seconds)
         with failing_as_one():
-            self._control.run_on_all(partial(check_plain_values, self._state))
+            self._control.agree("Checkpointer()", lambda: check_plain_values(self._state))
+        self._control.neighbours  # noqa: B018 while all are here
         OpenRoot.take_over(self.root.absolute())
         root = self.root.absolute()  # the process may go to another folder
         starting = failed_start_reported(self.root, self._control.is_leader)
@@ -327,7 +329,12 @@ class Checkpointer:
             for each in self._noting:
                 if isinstance(each, ResumableLoader):
                     each.note_step(has_ended=False)
-            self._rehearse_early()
+            with failing_as_one():
+                unsettled = self._control.agree(
+                    "Checkpointer()", lambda: Contribution(maxima=(not (self._ready and is_settled(self._state)),))
+                )
+            if not any(unsettled.maxima):
+                self._rehearse_early()
             who = f" on rank {self._control.rank}" if self._control.distributed else ""
             self._opened = OpenRoot(self.root.absolute(), self._fail)
             where = f"{self.root}{who}"
@@ -413,17 +420,19 @@ class Checkpointer:
         """
         self._check_usable()
         self._watchdog.beat("restore", 0)
-        self._check_alike(step, path, allow_suspect)
-        accepted = Accepted.agreed(self._control, missing, unexpected)
-        others = OtherWeights.agreed(self._control, only, rename, self._state)
+        accepted, others = self._agree_on_restore(
+            (str(step), str(path), str(allow_suspect)),
+            partial(Accepted.of, missing, unexpected),
+            partial(OtherWeights.of, only, rename, self._state),
+        )
         if path is None and others != OtherWeights():
             raise ConfigError(
                 "restore(only=, rename=) is for the checkpoint of another run: name that, with path=. Of a checkpoint "
                 "of this run, restore() accepts what differs with missing= and unexpected="
             )
-        self._leave_if_asked()
         try:
-            self._wait()  # for a save that is still being written: it may be what is to be loaded
+            if self._saver.has_saved:  # one may still be written, and be what is to be loaded
+                self._wait()
         except CommitError as error:
             warn(str(error))
         if self._memory is not None:
@@ -457,13 +466,19 @@ class Checkpointer:
         self._timings.start(found or 0, found is not None, on_disk)
         if found and on_disk is not None and on_disk[0] != found:
             self._last = self._record(found, None)  # not on disk yet: the end of the run saves it
-        if not allow_suspect:
-            with failing_as_one():
-                self._control.run_on_leader(self._session.refuse_in_vain)
-        self._rehearse_early()
+
+        def look() -> Contribution:
+            if self._control.is_leader and not allow_suspect:
+                self._session.refuse_in_vain()
+            return Contribution(maxima=(not is_settled(self._state), self._consensus.stop_flag()))
+
+        with failing_as_one():
+            is_unsettled, stop = self._control.agree("restore()", look).maxima
+        if not is_unsettled:
+            self._rehearse_early()
         if self._reporter is not None:
             self._reporter.starts(found or 0)
-        self._leave_if_asked()
+        self._leave_if(stop_text(stop))
         self._watchdog.beat("start", 0)
         return found or 0
 
@@ -552,7 +567,7 @@ class Checkpointer:
             self._refuse_step(step)
         for each in self._noting:
             each.note_step()
-        self._save(step, metrics, reason)
+        self._save(step, metrics, lambda: (Decision(reason), None))
         self._last, self._stepped = self._record(step, metrics), True
         if self._control.is_leader:
             self._best_metrics.note(step, metrics, is_saved=True)
@@ -575,9 +590,9 @@ class Checkpointer:
             reports, failure = self._saver.wait()
         # A save that failed on one rank fails on all. A rank that was lost at the last moment may have been lost for
         # some only: they go on together all the same.
-        outcomes = self._control.gather((failure is not None, self._saver.reported))
-        self._saver.reported = max(reported for _, reported in outcomes)
-        if failure is None and any(failed for failed, _ in outcomes):
+        mine = Contribution(maxima=(failure is not None, self._saver.reported))
+        any_failed, self._saver.reported = self._control.agree("wait()", lambda: mine).maxima
+        if failure is None and any_failed:
             step = self._timings.saves.saved_step or 0
             failure = CommitError(step, -1, "another rank reports that its part of it failed")
         self.beat()
@@ -688,9 +703,9 @@ class Checkpointer:
             stop = agreed.stop if agreed is not None else None
             self._end_running_save()
         told = self._told_stop or (self._signals is not None and self._signals.told)
-        ends = self._control.gather((again, told))
-        again = next(filter(None, (each for each, _ in ends)), None)
-        is_told = any(each for _, each in ends)
+        ends = self._control.agree("close()", partial(Contribution, again, None, (told,)))
+        again = next(filter(None, ends.unlike or [again]), None)
+        is_told = any(ends.maxima)
         is_complete = self._total_steps is not None and self._last_step >= self._total_steps
         has_ended_by_itself = not is_told and (self._went_on or is_complete)
         reason = again if has_ended_by_itself else stop or again
@@ -754,7 +769,7 @@ class Checkpointer:
                 )
             return
         with self._recorder.as_of(last.state) as state:
-            self._save(last.step, last.metrics, "the run ended", state)
+            self._save(last.step, last.metrics, lambda: (Decision("the run ended"), None), state)
 
     def _record(self, step: int, metrics: Mapping[str, Any] | None) -> _Step:
         if self._consensus.recording_is_slow and not self._recorder.given_up:
@@ -801,18 +816,35 @@ class Checkpointer:
             )
         self._went_on = True
 
-    def _check_alike(self, *arguments: object) -> None:
-        """Refuse a `restore` that is called with other arguments on another rank. Raises, on every rank:
-        ConfigError."""
-        calls = self._control.gather(Call("restore()", tuple(str(each) for each in arguments)))
-        refuse_other_calls(calls)
-        for rank, (_, each) in enumerate(calls):
-            if each != (first := calls[0].arguments):
+    def _agree_on_restore(
+        self, arguments: tuple[str, str, str], accepted: Callable[[], Accepted], others: Callable[[], OtherWeights]
+    ) -> tuple[Accepted, OtherWeights]:
+        """Refuse a `restore` that is called with other arguments on another rank, and leave if any was asked to stop.
+
+        Raises, on every rank alike: ConfigError, SystemExit.
+        """
+        self._consensus.drain()
+        mine: list[Any] = []
+
+        def look() -> Contribution:
+            mine[:] = accepted(), others()
+            return Contribution((arguments, *mine), maxima=(self._consensus.stop_flag(),))
+
+        with failing_as_one():
+            met = self._control.agree("restore()", look)
+        calls, all_accepted, all_others = zip(*(met.unlike or [(arguments, *mine)]))
+        for rank, each in enumerate(calls):
+            if each != (first := calls[0]):
                 raise ConfigError(
                     f"restore(step={first[0]}, path={first[1]}, allow_suspect={first[2]}) on rank 0, and "
                     f"restore(step={each[0]}, path={each[1]}, allow_suspect={each[2]}) on rank {rank}: every rank has "
                     f"to name the same checkpoint"
                 )
+        Accepted.refuse_unlike(all_accepted)
+        if any(each != all_others[0] for each in all_others):
+            raise ConfigError("restore(only=, rename=) differ between ranks: every rank has to give the same")
+        self._leave_if(stop_text(met.maxima[0]))
+        return all_accepted[0], all_others[0]
 
     # ---- deciding ----------------------------------------------------------------------------------------------
 
@@ -821,14 +853,9 @@ class Checkpointer:
             self._end_running_save()
         elif agreed.failed > self._saver.reported:
             self._raise_failure(step, agreed.failed)
-        with failing_as_one():
-            decision, in_memory = self._control.run_on_leader(lambda: self._consensus.decisions(step, agreed.stop))
-        if decision is not None and decision.stop and agreed.stop is None:
-            self._end_running_save()
-        if decision is not None:
-            self._save(step, metrics, decision.reason, to_memory=in_memory is not None)
-        elif in_memory is not None:
-            self._save(step, metrics, in_memory.reason, to_disk=False, to_memory=True)
+        elif not (agreed.save or agreed.memory):
+            return None
+        decision = self._save(step, metrics, lambda: self._consensus.decisions(step, agreed.stop))
         if agreed.stop is not None or (decision is not None and decision.stop):
             why = agreed.stop or (decision.reason if decision is not None else "")
             self._session.note("stop_asked", step=step, reason=why)
@@ -850,8 +877,8 @@ class Checkpointer:
         except CommitError as error:
             warn(f"{error} It is tried once more before the run ends.")
 
-    def _leave_if_asked(self) -> None:
-        if (stop := self._consensus.asked_to_stop()) is not None:
+    def _leave_if(self, stop: str | None) -> None:
+        if stop is not None:
             self._stop = stop
             self._session.note("stop_asked", step=self._timings.previous_step, reason=stop)
             raise SystemExit(code_for_again(os.environ))
@@ -862,27 +889,33 @@ class Checkpointer:
         self,
         step: int,
         metrics: Mapping[str, Any] | None,
-        reason: str,
+        decide: Callable[[], _Decisions],
         state: Mapping[str, Any] | None = None,
-        *,
-        to_disk: bool = True,
-        to_memory: bool = False,
-    ) -> None:
-        """Save, stage by stage; `state`: as the last step saw it, where that is not what it is now."""
+    ) -> Decision | None:
+        """Save what the leader decides, stage by stage, and return its decision about the disk.
+
+        Args:
+            decide: Called on the leader: what to save to disk and to memory, if anything.
+            state: As the last step saw it, if that is not what it is now.
+        """
         with self._timings.stall:
-            self._save_now(self._state if state is None else state, step, metrics, reason, to_disk, to_memory)
+            return self._save_now(self._state if state is None else state, step, metrics, decide)
 
     def _save_now(
         self,
         state: Mapping[str, Any],
         step: int,
         metrics: Mapping[str, Any] | None,
-        reason: str,
-        to_disk: bool,
-        to_memory: bool,
-    ) -> None:
+        decide: Callable[[], _Decisions],
+    ) -> Decision | None:
         self._watchdog.beat("stage", step)
-        found = self._preflight(state)
+        found = self._preflight(state, lambda: (*decide(), metric_numbers(metrics)))
+        to_disk: Decision | None
+        to_disk, to_memory, numbers = found.told
+        if (decision := to_disk or to_memory) is None:
+            return None
+        if to_disk is not None and to_disk.stop:
+            self._end_running_save()
         if found.failed > self._saver.reported:
             self._raise_failure(step, found.failed)
         if found.lost:
@@ -891,16 +924,18 @@ class Checkpointer:
         self._plan(found)
         self._shot = found.snapshot
         info = self._session.save_info(
-            self._control, step, reason, found.snapshot, self._restored_from, metrics, self._metadata, self._asked
+            step, decision.reason, found.snapshot, self._restored_from, numbers, self._metadata, self._asked
         )
-        self._warn_of_nan(info.metrics or {})
-        memory = self._memory.saves if to_memory and self._memory is not None else None
-        if to_disk:
+        self._warn_of_nan(numbers)
+        memory = self._memory.saves if to_memory is not None and self._memory is not None else None
+        if to_disk is not None:
             self._timings.saves.begins(step)
         if memory is not None:
             self._timings.memory_saves.begins(step)
         try:
-            report = self._saver.save(self._control, state, found.snapshot, info, to_disk=to_disk, memory=memory)
+            report = self._saver.save(
+                self._control, state, found.snapshot, info, to_disk=to_disk is not None, memory=memory
+            )
         except CommitError as error:
             self._account_for([], error)
         except ConfigError:
@@ -908,6 +943,7 @@ class Checkpointer:
             raise
         else:
             self._account_for([report] if report is not None else [], None)
+        return to_disk
 
     def _warn_of_nan(self, metrics: Mapping[str, float]) -> None:
         """Warn once that a metric is NaN, at the line of the loop that gave it."""
@@ -923,11 +959,12 @@ class Checkpointer:
     def _plan(self, found: Preflight) -> None:
         """Make a plan where that of the save before does not fit any more."""
         if not found.fits:
-            self._wait()
+            if self._saver.has_saved:
+                self._wait()
             if self._memory is not None:
                 self._memory.saves.wait()
             self._grown_buffers.look(found.snapshot.tensors, warns=self._control.is_leader)
-            self._saver.plan(self._control, found.snapshot)
+            self._saver.plan(self._control, found)
             if self._memory is not None:
                 self._memory.plan(self._control, self._saver)
 
@@ -940,7 +977,7 @@ class Checkpointer:
             self._timings.saves.failed()
             raise failure
 
-    def _preflight(self, state: Mapping[str, Any]) -> Preflight:
+    def _preflight(self, state: Mapping[str, Any], of_leader: Callable[[], object] = lambda: None) -> Preflight:
         """Look at what is to be saved. Raises on all ranks: ConfigError (it cannot be saved as it is)."""
         if not self._ready:
             raise ConfigError(
@@ -948,22 +985,23 @@ class Checkpointer:
                 f"them. Call restore() before the first step, or name another root"
             )
         self._recorder.refresh()
-        return self._saver.preflight(self._control, state)
+        return self._saver.preflight(self._control, state, of_leader)
 
     def _rehearse(self) -> None:
         """Plan at the first step: what cannot be saved is known now, and the first save finds its plan and memory."""
         self._rehearsed = True
         found = self._preflight(self._state)
         with failing_as_one():
-            self._control.run_on_all(partial(refuse_one_way_modules, self._state, [*found.snapshot.paths]))
+            self._control.agree(
+                "step() or save()", lambda: refuse_one_way_modules(self._state, [*found.snapshot.paths])
+            )
         self._plan(found)
         self._saver.compare(self._control, self._state, found.snapshot)  # and again when it is saved
 
     def _rehearse_early(self) -> None:
         """The same before the first step, where the state holds all that it will: a loop may save before it steps."""
-        if all(self._control.gather(self._ready and is_settled(self._state))):
-            with contextlib.suppress(CkptmanError):  # the first step says so, when the state may be another one
-                self._plan(self._preflight(self._state))
+        with contextlib.suppress(CkptmanError):  # the first step says so, when the state may be another one
+            self._plan(self._preflight(self._state))
 
     # ---- closing -----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -272,21 +271,15 @@ class RunSession:
 
     def save_info(
         self,
-        control: Channel,
         step: int,
         reason: str,
         snapshot: Snapshot,
         restored_from: int | None,
-        metrics: Mapping[str, Any] | None,
+        metrics: Mapping[str, float],
         metadata: Mapping[str, Any],
         asked: Mapping[str, str],
     ) -> SaveInfo:
-        """Return what the manifest of a save of this attempt says about it; the `metrics` of the leader count.
-
-        Every rank calls it. Raises: ConfigError, on every rank alike (the metrics are no mapping).
-        """
-        with failing_as_one():
-            numbers = control.run_on_leader(partial(_metric_numbers, metrics))
+        """Return what the manifest of a save of this attempt says about it."""
         return SaveInfo(
             step=step,
             reason=reason,
@@ -295,7 +288,7 @@ class RunSession:
             job_id=self.job_id,
             attempt=self.number,
             restored_from=restored_from,
-            metrics=numbers,
+            metrics=metrics,
             metadata=metadata,
             asked=asked,
         )
@@ -435,7 +428,7 @@ def _last_run_id(root: Path) -> str:
     return ""
 
 
-def _metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+def metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Return the metrics that are numbers; of others a warning is all that comes, because a label must not cost a save.
 
     Raises: ConfigError (no mapping).

@@ -92,12 +92,7 @@ class StepConsensus:
         self.recording_is_slow |= bool(flags[_SLOW])
         if not (flags[_STOP] or flags[_SAVE] or flags[_FAILED] or flags[_MEMORY]):
             return None
-        return Agreed(_stop_text(flags[_STOP]), bool(flags[_SAVE]), flags[_FAILED], bool(flags[_MEMORY]))
-
-    def asked_to_stop(self) -> str | None:
-        """Return the signal that has come on any rank by now, or None. Every rank calls it, before the first step."""
-        self.drain()
-        return _stop_text(max(self._control.gather(self._stop_flag())))
+        return Agreed(stop_text(flags[_STOP]), bool(flags[_SAVE]), flags[_FAILED], bool(flags[_MEMORY]))
 
     def ahead(self, step: int) -> None:
         """Send what this rank wants at `step`, the next one."""
@@ -129,7 +124,7 @@ class StepConsensus:
         if self._control.is_leader:
             self._planned, self._planned_memory = self._plan(step, ahead), self._plan_memory(step, ahead)
         slow, to_memory = int(bool(self._recorder.too_slow)), int(self._planned_memory is not None)
-        return [self._stop_flag(), int(self._planned is not None), self._saver.failed, slow, step, -step, to_memory]
+        return [self.stop_flag(), int(self._planned is not None), self._saver.failed, slow, step, -step, to_memory]
 
     def _plan_memory(self, step: int, ahead: bool) -> Decision | None:
         memory = self.memory
@@ -141,7 +136,8 @@ class StepConsensus:
             memory.turn_off(f"its save policy failed: {type(error).__name__}: {error}")
             return None
 
-    def _stop_flag(self) -> int:
+    def stop_flag(self) -> int:
+        """Return what this rank was asked to do, as an integer of which the highest of all ranks counts."""
         received = self._signals.received if self._signals is not None else None
         asked = self._requests.stop if self._requests is not None else None
         number = int(received or 0)
@@ -196,7 +192,8 @@ class Exchange:
         return cast(list[int], self._flags.tolist())
 
 
-def _stop_text(flag: int) -> str | None:
+def stop_text(flag: int) -> str | None:
+    """Return the signal, or the request, that the highest flag of all ranks stands for; None: there is none."""
     if not flag:
         return None
     number, rank = divmod(flag, _RANKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from ckptman._torch_compat import abort_default_group, group_timeouts
-from ckptman.engine.comm.control_group import Channel
+from ckptman.engine.comm.control_group import Channel, Contribution
 from ckptman.engine.comm.hang_report import HangReport, this_process
 from ckptman.errors import EXIT_STALLED, ConfigError
 from ckptman.policies.hang_timeout import Patience, Stall, ahead_of
@@ -26,6 +27,7 @@ from ckptman.storage.format.paths import journal_path, new_nonce, outcome_path, 
 Setting = float | Patience | Literal["auto"] | None
 _LEADER, _DEPUTY = 0, 1
 _AUTO_SECONDS = 600.0
+_NEVER_SECONDS = 10**9
 _IF_NO_HANG = ". If nothing hung, give watchdog= more seconds, or call beat() meanwhile"
 
 
@@ -63,10 +65,13 @@ class RankWatchdog(Watchdog):
 
     def __init__(self, setting: Setting, control: Channel, root: Path) -> None:
         # The smallest on any rank: all look at about the same time, and some ranks are in more groups than others.
-        abort_seconds = min((each for found in control.gather(group_timeouts("nccl")) for each in found), default=None)
+        mine = min(group_timeouts("nccl"), default=math.inf)
+        sent = Contribution(maxima=(-int(min(mine, _NEVER_SECONDS) * 1000),), told=(this_process(), new_nonce()))
+        met = control.agree("Checkpointer()", lambda: sent)
+        abort_seconds = None if met.maxima[0] == -_NEVER_SECONDS * 1000 else -met.maxima[0] / 1000
         patience = patience_of(setting, control.world_size, os.environ, abort_seconds)
         # Told now: where rank 0 keeps the store, nobody could ask for it later.
-        self._leader, opening = control.broadcast((this_process(), new_nonce()))
+        self._leader, opening = met.told
         look_seconds = (patience or Patience()).look_seconds
         report = HangReport(control.rank, control.world_size, opening, self._leader)
         self._words = LastWords(report, root, control.rank, control.world_size, look_seconds)

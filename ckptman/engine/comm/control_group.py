@@ -7,20 +7,25 @@ here touches a device, and a collective of a save can never interleave with one 
 from __future__ import annotations
 
 import os
+import pickle
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from xxhash import xxh3_128_intdigest
 
 from ckptman._torch_compat import default_store
 from ckptman.errors import CkptmanError, ConfigError, RankLostError, plain_lines, warn
+from ckptman.runtime.outcome import this_node
 
 LATE_SECONDS = 30.0
 """After so long, ranks that are waited for are named."""
@@ -73,16 +78,35 @@ class RankFailed(Exception):
         raise error from (ours.__cause__ if (ours := self.failure.error) is not None else self.__cause__ or self)
 
 
-class Call(NamedTuple):
-    """What a rank is asked to do, sent to the others where they may have been asked for something else."""
+class Contribution(NamedTuple):
+    """What a rank brings to `Channel.agree`."""
 
-    verb: str
-    arguments: Any
+    value: Any = None
+    """Sent to the others only if it is not the same on every rank. Its `repr` is compared, or that of `key`."""
+    key: Any = None
+    maxima: tuple[int, ...] = ()
+    """Integers of which every rank gets the highest."""
+    told: Any = None
+    """What the leader tells the others."""
 
 
-def refuse_other_calls(calls: Sequence[Call]) -> None:
+class Agreement(NamedTuple):
+    """What the ranks agreed on."""
+
+    unlike: list[Any] | None
+    """The values of all ranks, in order of rank; None: they are the same."""
+    maxima: tuple[int, ...]
+    told: Any
+
+
+_MAXIMA, _TOLD_WORDS = 8, 120
+_LOWEST = -(2**63)
+_SENT_APART = 2**31
+"""Stands for the length of what the leader tells where that takes a broadcast of its own."""
+
+
+def refuse_other_calls(verbs: Sequence[str]) -> None:
     """Refuse that ranks, in order, do not do the same. Raises: ConfigError."""
-    verbs = [each.verb if isinstance(each, Call) else "another call" for each in calls]
     for rank, verb in enumerate(verbs):
         if verb != verbs[0]:
             raise ConfigError(
@@ -170,6 +194,12 @@ class Channel:
 
         return wait
 
+    @cached_property
+    def neighbours(self) -> tuple[int, ...]:
+        """The ranks on the node of this one, itself included. Every rank asks for the first time at once."""
+        nodes = self.gather(this_node(os.environ))
+        return tuple(rank for rank, node in enumerate(nodes) if node == nodes[self.rank])
+
     def close(self) -> None:
         """Free the group. Only where all ranks get here."""
         if self.group is not None:
@@ -216,6 +246,49 @@ class Channel:
         if isinstance(result, Failure):
             raise RankFailed(result)
         return cast(R, result)
+
+    def agree(self, verb: str, work: Callable[[], Contribution | None]) -> Agreement:
+        """Do `work` on each rank, and compare what it brings, by one all-reduce of a kilobyte.
+
+        Only if the ranks differ, or `work` failed on one, is more sent. `verb`: what this rank was asked to do, in case
+        that another one was asked for something else.
+
+        Raises: RankFailed on every rank if `work` failed on one; ConfigError, if the ranks differ in `verb`.
+        """
+        failed: BaseException | None = None
+        brought = Contribution()
+        try:
+            brought = work() or brought
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 every rank must hear of it
+            failed = error
+        failure = failure_of(self.rank, failed) if failed is not None else None
+        if self.group is None:
+            if failure is not None:
+                raise RankFailed(failure) from failed
+            return Agreement(None, brought.maxima, brought.told)
+        told = pickle.dumps(brought.told) if self.is_leader and brought.told is not None else b""
+        digests = [*_words_of(verb), *_words_of(repr(brought.value if brought.key is None else brought.key))]
+        words = np.full(2 + 2 * len(digests) + _MAXIMA + _TOLD_WORDS, _LOWEST, dtype=np.int64)
+        words[:2] = failure is not None, len(told) if len(told) <= 8 * _TOLD_WORDS else _SENT_APART
+        words[2 : 2 + 2 * len(digests)] = [*digests, *(-each for each in digests)]
+        words[-_TOLD_WORDS - _MAXIMA :][: len(brought.maxima)] = brought.maxima
+        if 0 < words[1] < _SENT_APART:
+            words[-_TOLD_WORDS:] = np.frombuffer(told.ljust(8 * _TOLD_WORDS, b"\0"), dtype=np.int64)
+        with self._contact():
+            dist.all_reduce(torch.from_numpy(words), op=dist.ReduceOp.MAX, group=self.group)
+        highest, lowest = words[2 : 2 + len(digests)], -words[2 + len(digests) : 2 + 2 * len(digests)]
+        if words[0]:
+            first = next(each for each in self.gather(failure) if each is not None)
+            raise RankFailed(first) from (failed if first.rank == self.rank else None)
+        if highest[0] != lowest[0]:
+            refuse_other_calls(self.gather(verb))
+        if words[1] == _SENT_APART:
+            told = pickle.dumps(self.broadcast(brought.told))
+        elif words[1] > 0:
+            told = words[-_TOLD_WORDS:].tobytes()[: int(words[1])]
+        unlike = self.gather(brought.value) if (highest != lowest).any() else None
+        maxima = words[-_TOLD_WORDS - _MAXIMA :][: len(brought.maxima)].tolist()
+        return Agreement(unlike, tuple(maxima), pickle.loads(told) if told else None)
 
     def run_on_all(self, work: Callable[[], T]) -> list[T]:
         """Do `work` on each rank and hand all results to all. Raises: RankFailed on every rank if one failed."""
@@ -275,6 +348,12 @@ class AllRanks(Generic[T]):
         for each in self.all:
             if isinstance(each, Failure):
                 raise RankFailed(each) from (error if each.rank == self._channel.rank else None)
+
+
+def _words_of(text: str) -> tuple[int, int]:
+    """Return a digest as two integers of 63 bits, which can be negated."""
+    digest = xxh3_128_intdigest(text.encode())
+    return digest >> 65, digest & (2**63 - 1)
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckptman.engine.comm.control_group import AllRanks, Call, Channel, failing_as_one, refuse_other_calls
+from ckptman.engine.comm.control_group import AllRanks, Channel, Contribution, failing_as_one
 from ckptman.engine.state.trainable import FrozenPart, Trainable
 
 
@@ -24,11 +24,13 @@ def agree_on_frozen(channel: Channel, state: Mapping[str, Any]) -> None:
     optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
     for trainable in trainables.values():
         trainable.note_trained(optimizers)
-    with failing_as_one(), AllRanks[Call](channel) as changed:
-        changed.mine = Call("what is frozen", any(each.frozen_changed() for each in trainables.values()))
-    refuse_other_calls(changed.all)
-    if not any(call.arguments for call in changed.all):
-        return
+
+    def changed() -> Contribution:
+        return Contribution(maxima=(any(each.frozen_changed() for each in trainables.values()),))
+
+    with failing_as_one():
+        if not any(channel.agree("what is frozen", changed).maxima):
+            return
     with failing_as_one(), AllRanks[dict[str, dict[FrozenPart, int]]](channel) as digests:
         digests.mine = {name: each.digest_frozen() for name, each in trainables.items()}
     for name, each in trainables.items():

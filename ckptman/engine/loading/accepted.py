@@ -6,12 +6,12 @@ import difflib
 import glob
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from ckptman.engine.comm.control_group import Channel, failing_as_one
+from ckptman.engine.comm.control_group import Channel
 from ckptman.errors import ConfigError
 
 EVERYTHING = ("*",)
@@ -47,16 +47,18 @@ class Accepted:
     unexpected: tuple[str, ...] = ()
 
     @classmethod
-    def agreed(cls, channel: Channel, missing: Iterable[str], unexpected: Iterable[str]) -> Accepted:
-        """Return the patterns that each rank gives alike. Raises on every rank: ConfigError."""
-        with failing_as_one():
-            given = channel.run_on_all(lambda: cls(_patterns("missing", missing), _patterns("unexpected", unexpected)))
+    def of(cls, missing: object, unexpected: object) -> Accepted:
+        """Return the patterns that a user gave. Raises: ConfigError."""
+        return cls(_patterns("missing", missing), _patterns("unexpected", unexpected))
+
+    @staticmethod
+    def refuse_unlike(given: Sequence[Accepted]) -> None:
+        """Refuse other patterns on another rank. Raises: ConfigError."""
         for rank, each in enumerate(given):
             if each != given[0]:
                 raise ConfigError(
                     f"rank 0 accepts ({given[0]}) and rank {rank} ({each}): every rank has to give the same patterns"
                 )
-        return given[0]
 
     def check_keys(self, channel: Channel, keys: Iterable[str]) -> None:
         """Check the patterns of `missing` where there is no checkpoint yet, by the keys of the state: an attempt that

@@ -11,7 +11,6 @@ serves each node by a faster way than that as a rule.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import product
@@ -24,12 +23,11 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from xxhash import xxh3_128_hexdigest
 
 from ckptman._torch_compat import local_shape_and_offset, local_tensor
-from ckptman.engine.comm.control_group import Channel
+from ckptman.engine.comm.control_group import Channel, Contribution
 from ckptman.engine.loading.checkpoint_reader import SavedState
 from ckptman.engine.loading.read_tensors import Fill, Uploads, fills_for_all, fills_for_box, read_fills
 from ckptman.engine.state.file_layout import as_bytes, put
 from ckptman.engine.state.local_shards import Box, is_plain, local_parts
-from ckptman.runtime.outcome import this_node
 from ckptman.storage.io.threads import Task, Worker
 
 BAND_BYTES = 32 * 1024 * 1024
@@ -79,52 +77,65 @@ def read_together(channel: Channel, saved: SavedState, targets: Mapping[str, tor
 
     Every rank calls it. Returns the bytes that this one read. Raises: RankFailed on every rank alike, RankLostError.
     """
-    groups, own = _groups(channel, targets)
-    error: Exception | None = None
-    read_bytes = 0
-    try:
-        fills = fills_for_all(saved, {name: targets[name] for name in own})
-        read_bytes = read_fills(saved, fills, verify=verify)
-    except Exception as failed:  # noqa: BLE001 the others wait for this rank's bands
-        error = failed
-    # Groups in the same order on every rank: whoever waits for one waits for the smallest that is not done.
-    for ranks in sorted(groups):
-        work = _Exchange(saved, groups[ranks], ranks, channel, verify)
-        read_bytes += work.run(error)
-        error = error or work.error
-
-    def tell() -> None:
-        if error is not None:
-            raise error
-
-    channel.run_on_all(tell)
-    return read_bytes
+    together = SharedReads(channel)
+    met = channel.agree("load()", lambda: Contribution(together.find(targets)))
+    if met.unlike is not None:
+        together.keep_known(met.unlike)
+    return together.read(saved, targets, verify=verify)
 
 
-def _groups(
-    channel: Channel, targets: Mapping[str, torch.Tensor]
-) -> tuple[dict[tuple[int, ...], list[SharedTensor]], list[str]]:
-    """Return the tensors that this rank reads together with others, by group, and the names of its own."""
-    groups: dict[tuple[int, ...], list[SharedTensor]] = {}
-    own = []
-    nodes = channel.gather(this_node(os.environ))
-    neighbours = tuple(rank for rank, node in enumerate(nodes) if node == nodes[channel.rank])
+class SharedReads:
+    """Which tensors the ranks of a node read together: all that each member of a group knows to be shared."""
 
-    def find() -> dict[str, str]:
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._neighbours = channel, channel.neighbours
+        self._groups: dict[tuple[int, ...], list[SharedTensor]] = {}
+
+    def find(self, targets: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Find what this rank could read with others, and return what they have to know alike: digests of tensors by
+        digests of their group, which are the same on nodes that are laid out alike."""
         for name, tensor in sorted(targets.items()):
-            found = _shared(name, tensor, neighbours, channel.rank)
-            if found is None:
-                own.append(name)
-            else:
-                groups.setdefault(found[0], []).append(found[1])
-        return {_digest(ranks): _digest(each[:4] for each in tensors) for ranks, tensors in groups.items()}
+            if (found := _shared(name, tensor, self._neighbours, self._channel.rank)) is not None:
+                self._groups.setdefault(found[0], []).append(found[1])
+        return {self._key(ranks): _digest(each[:4] for each in shared) for ranks, shared in self._groups.items()}
 
-    # Together only if all members know it: ranks of another pipeline stage have other tensors.
-    digests = channel.run_on_all(find)
-    for ranks in list(groups):
-        if len({digests[rank].get(_digest(ranks)) for rank in ranks}) > 1:
-            own += [each.name for each in groups.pop(ranks)]
-    return groups, own
+    def keep_known(self, found: Sequence[Mapping[str, str]]) -> None:
+        """Forget groups of which another member has not `found` the same: ranks of another pipeline stage have other
+        tensors."""
+        for ranks in list(self._groups):
+            if len({found[rank].get(self._key(ranks)) for rank in ranks}) > 1:
+                del self._groups[ranks]
+
+    def read(self, saved: SavedState, targets: Mapping[str, torch.Tensor], *, verify: bool) -> int:
+        """Fill targets that were looked at, some or all. Every rank calls it, with targets of the same kind.
+
+        Returns the bytes that this rank read. Raises: RankFailed on every rank alike, RankLostError.
+        """
+        groups = {ranks: [each for each in shared if each.name in targets] for ranks, shared in self._groups.items()}
+        shared = {each.name for group in groups.values() for each in group}
+        error: Exception | None = None
+        read_bytes = 0
+        try:
+            own = {name: tensor for name, tensor in targets.items() if name not in shared}
+            read_bytes = read_fills(saved, fills_for_all(saved, own), verify=verify)
+        except Exception as failed:  # noqa: BLE001 the others wait for this rank's bands
+            error = failed
+        # Groups in the same order on every rank: whoever waits for one waits for the smallest that is not done.
+        for ranks in sorted(groups):
+            if groups[ranks]:
+                work = _Exchange(saved, groups[ranks], ranks, self._channel, verify)
+                read_bytes += work.run(error)
+                error = error or work.error
+
+        def tell() -> None:
+            if error is not None:
+                raise error
+
+        self._channel.agree("load()", tell)
+        return read_bytes
+
+    def _key(self, ranks: tuple[int, ...]) -> str:
+        return _digest(map(self._neighbours.index, ranks))
 
 
 def _digest(what: Iterable[object]) -> str:

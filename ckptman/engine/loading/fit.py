@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,15 @@ _SHOWN = 8
 """So many parameters are named."""
 
 
+class Part(Enum):
+    """A part of a load that some rank has to take, so that all do."""
+
+    TRAINABLES = "trainables"
+    OBJECTS = "objects"
+    """That load themselves."""
+    IN_PLACE = "in place"
+
+
 @dataclass
 class FitReport:
     """Per-rank result of the fit, gathered on all ranks.
@@ -89,6 +99,11 @@ class FitReport:
     mismatched: set[str] = field(default_factory=set)
     kinds: dict[str, str] = field(default_factory=dict)
     own: set[tuple[str, str, str]] = field(default_factory=set)
+    parts: set[Part] = field(default_factory=set)
+
+    def key(self) -> list[object]:
+        """Return what is the same on two ranks that found the same."""
+        return [sorted(value.items() if isinstance(value, dict) else map(str, value)) for value in vars(self).values()]
 
     @classmethod
     def of_all(cls, reports: Iterable[FitReport]) -> FitReport:
@@ -120,6 +135,8 @@ class Fit:
         self.targets: dict[str, torch.Tensor] = {}
         self.values: dict[str, Any] = {}
         self.from_other_rank: set[str] = set()
+        self.parts: set[Part] = set()
+        """What all ranks take part in, after `note_all`."""
         self._alike: set[tuple[str, str]] = set()
         """Key and name of the generators that all ranks saved alike."""
         self._report = FitReport()
@@ -169,6 +186,11 @@ class Fit:
                 f"{path}: checkpoint a {each.kind}, and {each.why}" for path, each in opaque_in(value, name)
             )
         report.known = self._known_patterns()
+        report.parts = {
+            Part.IN_PLACE if _is_filled_in_place(self._state[name]) else Part.OBJECTS for name in self.values
+        }
+        if any(isinstance(each, Trainable) for each in self._state.values()):
+            report.parts.add(Part.TRAINABLES)
         if not report.missing and not report.mismatched:
             report.mismatched.update(_wrongly_tied(saved, self.targets, verify=self._verify))
             if self._strict and (names := _untied(saved, self.targets)):
@@ -197,8 +219,19 @@ class Fit:
         else:
             self._take_and_fill(name)
 
+    @property
+    def report(self) -> FitReport:
+        """What this rank found."""
+        return self._report
+
+    def all_expected(self) -> list[object]:
+        """Return the names that some rank has to want, in order."""
+        return [(str(key), sorted(self.expected(key))) for key in self._saved.values]
+
     def note_all(self, found: FitReport) -> None:
-        """Take note of what all ranks found: which generators they saved alike."""
+        """Take note of what all ranks found: which parts of the load they take, and which generators they saved
+        alike."""
+        self.parts = found.parts
         manifest = self._saved.manifest
         if manifest is not None and manifest.world_size > 1:
             times = Counter((key, generator) for key, generator, _ in found.own)

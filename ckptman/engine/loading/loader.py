@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from ckptman.engine.comm.control_group import Channel, RankFailed
+from ckptman.engine.comm.control_group import Channel, Contribution, RankFailed
 from ckptman.engine.comm.frozen import agree_on_frozen
 from ckptman.engine.loading.accepted import EVERYTHING, Accepted, Skipped, matches_any, names_nothing, patterns_of
 from ckptman.engine.loading.checkpoint_reader import SavedState, read_to_load
-from ckptman.engine.loading.exchange import read_together
-from ckptman.engine.loading.fit import Fit, FitReport, State, name_as
+from ckptman.engine.loading.exchange import SharedReads
+from ckptman.engine.loading.fit import Fit, FitReport, Part, State, name_as
 from ckptman.engine.loading.other_weights import OtherWeights
 from ckptman.engine.loading.read_tensors import NOT_USABLE, fills_for_all, read_fills
 from ckptman.engine.state.optimizers import as_before_on_error
@@ -71,23 +71,30 @@ def load(
         each.expect(saved.values.get(name, {}))
     agree_on_frozen(channel, state)
     fit = Fit(state, saved, channel.rank, accepted, strict=strict, verify=verify)
+    together = SharedReads(channel) if bring is None else None
     with ExitStack() as before:
         before.enter_context(as_before_on_error(state.values()))
-        skipped = _match_on_all(channel, fit, folder, accepted, strict)
+        skipped = _match_on_all(channel, fit, folder, accepted, strict, together)
         if bring is not None:
             with _blamed_on_all(channel, folder, reads=False):
                 files = channel.run_on_all(lambda: {each.chunk.file for each in fills_for_all(saved, fit.targets)})
             bring(files[channel.rank])
-        with _blamed_on_all(channel, folder, reads=False):  # the copies may be too much for the memory of one rank
-            channel.run_on_all(
-                lambda: [before.enter_context(each.filled_or_as_before()) for each in trainables.values()]
-            )
+
+        def keep() -> None:
+            for each in trainables.values():
+                before.enter_context(each.filled_or_as_before())
+
+        if Part.TRAINABLES in fit.parts:  # the copies may be too much for the memory of one rank
+            with _blamed_on_all(channel, folder, reads=False):
+                channel.agree("load()", keep)
         # Objects that may refuse what they are given come first: then the model is as it was when one does.
         for in_place in (False, True):
+            if (Part.IN_PLACE if in_place else Part.OBJECTS) not in fit.parts:
+                continue
             names = fit.names(in_place=in_place)
-            _fill(channel, saved, fit.tensors_of(names), folder, verify, together=bring is None)
+            _fill(channel, saved, fit.tensors_of(names), folder, verify, together)
             try:
-                channel.run_on_all(partial(fit.apply, names))
+                channel.agree("load()", partial(fit.apply, names))
             except RankFailed as failed:  # an object refused its state: no older checkpoint would help
                 failed.raise_on_this_rank(NOT_USABLE if in_place or not strict else "")
     return skipped
@@ -107,26 +114,41 @@ def _read_on_all(channel: Channel, state: State, folder: Path, others: OtherWeig
         return saved[0].identity
 
     with _blamed_on_all(channel, folder):
-        identities = channel.run_on_all(read)
-    if len(set(identities)) > 1:
+        met = channel.agree("load()", lambda: Contribution(read()))
+    if met.unlike is not None:
         raise CkptmanError(f"{folder}: the ranks see different checkpoints, as it was replaced just now: load it again")
     return saved[0]
 
 
-def _match_on_all(channel: Channel, fit: Fit, folder: Path, accepted: Accepted, strict: bool) -> Skipped:
+def _match_on_all(
+    channel: Channel, fit: Fit, folder: Path, accepted: Accepted, strict: bool, together: SharedReads | None
+) -> Skipped:
     """See on all ranks whether a checkpoint fits, but for what is accepted, which is returned.
 
     Raises on every rank alike: MismatchError; ConfigError, a pattern names nothing; CorruptError.
     """
     try:
-        channel.run_on_all(fit.ask)
+        channel.agree("load()", fit.ask)
     except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
         _raise_trouble(failed, folder)
         failed.raise_on_this_rank()
+
+    def match() -> Contribution:
+        report = fit.match()
+        shared = together.find(fit.targets) if together is not None else {}
+        return Contribution((report, shared), (report.key(), fit.all_expected(), sorted(shared.items())))
+
     with _blamed_on_all(channel, folder, reads=False):
-        found = FitReport.of_all(channel.run_on_all(fit.match))
+        reports = channel.agree("load()", match).unlike
+    if reports is None:
+        found = fit.report
+        besides = {*fit.unexpected(found.wanted)}
+    else:
+        found = FitReport.of_all(report for report, _ in reports)
+        besides = set[str]().union(*channel.gather(fit.unexpected(found.wanted)))
+        if together is not None:
+            together.keep_known([shared for _, shared in reports])
     fit.note_all(found)
-    besides = set[str]().union(*channel.gather(fit.unexpected(found.wanted)))
     unexpected = sorted(name for name in besides if not matches_any(accepted.unexpected, name))
     for pattern in accepted.missing:  # not of `unexpected`: after the next save, nothing has what they name
         if pattern not in found.known:
@@ -166,17 +188,16 @@ def _fill(
     targets: Mapping[str, torch.Tensor],
     folder: Path,
     verify: bool,
-    *,
-    together: bool,
+    together: SharedReads | None,
 ) -> None:
-    """Fill the targets of all ranks, reading once what several of them need, if `together`.
+    """Fill the targets of all ranks, reading once what several of them need, if they are `together`.
 
     Raises on every rank alike: CorruptError, and then no target is usable.
     """
     try:
         with _blamed_on_all(channel, folder):
-            if together:
-                read_together(channel, saved, targets, verify=verify)
+            if together is not None:
+                together.read(saved, targets, verify=verify)
             else:
                 channel.run_on_all(lambda: read_fills(saved, fills_for_all(saved, targets), verify=verify))
     except CkptmanError as error:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ckptman.engine.comm.control_group import Channel, failing_as_one
 from ckptman.engine.loading.accepted import matches_any
 from ckptman.engine.loading.checkpoint_reader import SavedState
 from ckptman.errors import ConfigError
@@ -25,16 +24,8 @@ class OtherWeights:
     pairs: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def agreed(cls, channel: Channel, only: object, rename: object, state: Mapping[str, Any]) -> OtherWeights:
-        """Return what each rank asks for alike. Raises on every rank: ConfigError."""
-        with failing_as_one():
-            given = channel.run_on_all(lambda: cls._checked(only, rename, state))
-        if any(each != given[0] for each in given):
-            raise ConfigError("restore(only=, rename=) differ between ranks: every rank has to give the same")
-        return given[0]
-
-    @classmethod
-    def _checked(cls, only: object, rename: object, state: Mapping[str, Any]) -> OtherWeights:
+    def of(cls, only: object, rename: object, state: Mapping[str, Any]) -> OtherWeights:
+        """Return what a user asks for. Raises: ConfigError."""
         names = [only] if isinstance(only, str) else only
         if names is not None and not (isinstance(names, Sequence) and names and all(isinstance(n, str) for n in names)):
             raise ConfigError(f"{_ONLY}, not {only!r}")

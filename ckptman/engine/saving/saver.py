@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ckptman.engine.comm.control_group import AllRanks, Call, Channel, RankFailed, failing_as_one, refuse_other_calls
+from ckptman.engine.comm.control_group import AllRanks, Channel, Contribution, RankFailed, failing_as_one
 from ckptman.engine.comm.frozen import agree_on_frozen
 from ckptman.engine.comm.replicas import compare_replicas
 from ckptman.engine.saving.finite_check import OnNonfinite
@@ -28,7 +28,15 @@ from ckptman.engine.saving.retention_runner import RetentionRunner
 from ckptman.engine.saving.staging import Staged, Stager, refusal
 from ckptman.engine.saving.stale_saves import Stale
 from ckptman.engine.saving.warm_copy import why_not_kept
-from ckptman.engine.saving.write_plan import RankFile, memory_of, plan_save, signature_of
+from ckptman.engine.saving.write_plan import (
+    NameTable,
+    RankFile,
+    make_rank_file,
+    memory_of,
+    plan_for,
+    signature_of,
+    tables_of_all,
+)
 from ckptman.engine.saving.writer import CheckpointWriter, Committed, Content, Draft, Health, SaveInfo, SaveReport
 from ckptman.engine.state.local_shards import refuse_unfillable
 from ckptman.engine.state.named_state import (
@@ -60,12 +68,19 @@ _TRIES = 3
 @dataclass(frozen=True)
 class Preflight:
     """A snapshot of this rank's state, and over all ranks: the largest number of a save that failed and was not
-    reported (0: none), whether any lost its channel for saves, whether the plan of every rank fits."""
+    reported (0: none), whether any lost its channel for saves, whether the plan of every rank fits, and what the leader
+    told.
+
+    `table`, `digests`: for a plan of its own, if this rank needs one: its names, and the digests of the tables of all
+    ranks, "" if a rank needs none; None: they are alike."""
 
     snapshot: Snapshot
     failed: int
     lost: bool
     fits: bool
+    told: Any
+    table: NameTable | None
+    digests: Sequence[str] | None
 
 
 class Saver:
@@ -117,20 +132,34 @@ class Saver:
         self.reported = 0
         """The number of the last save whose failure was reported to the training loop, counted from 1."""
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether a save of this attempt has begun; alike on every rank."""
+        return self._number > 0
+
     def report_health(self, health: Health) -> None:
         """Let each save bring what the ranks have to say of their health to the leader."""
         self._writer.health = health
 
     # ---- the stages --------------------------------------------------------------------------------------------
 
-    def preflight(self, control: Channel, state: Mapping[str, Any]) -> Preflight:
+    def preflight(
+        self, control: Channel, state: Mapping[str, Any], of_leader: Callable[[], object] = lambda: None
+    ) -> Preflight:
         """Take a snapshot of what is to be saved, and see that it can be: a value that one rank cannot save must not
         leave the others waiting. Every rank calls it, over `control`.
+
+        Args:
+            of_leader: What the leader has to tell the others: `Preflight.told`.
 
         Raises: ConfigError, on every rank alike.
         """
         agree_on_frozen(control, state)
-        with failing_as_one(), AllRanks[Call](control) as ranks:
+        shot: Snapshot | None = None
+        table: NameTable | None = None
+
+        def look() -> Contribution:
+            nonlocal shot, table
             with self._hooks.ignored(), _no_collection():
                 shot = snapshot(state, control.rank)
             filled = {name for name, value in state.items() if is_named(value) or not is_stateful(value)}
@@ -138,22 +167,34 @@ class Saver:
                 if shot.paths[name][0] in filled:
                     refuse_unfillable(name, tensor)
             fits = self._file is not None and self._file.plan.signature == signature_of(shot)
-            ranks.mine = Call("step() or save()", (value_digests(shot, state), self.failed, self.channel.lost, fits))
-        refuse_other_calls(ranks.all)
-        digests, failed, lost, fitting = zip(*(each.arguments for each in ranks.all))
-        if (differing := unlike_on_ranks(digests)) is not None:
+            table = None if fits else NameTable.of(shot)
+            told = of_leader() if control.is_leader else None
+            values = value_digests(shot, state), table.digest if table is not None else ""
+            return Contribution(values, None, (self.failed, self.channel.lost, not fits), told)
+
+        with failing_as_one():
+            met = control.agree("step() or save()", look)
+        assert shot is not None
+        if met.unlike is not None and (differing := unlike_on_ranks([each for each, _ in met.unlike])) is not None:
             texts = control.gather(value_texts(shot, differing[0]) if control.rank in differing[1:] else {})
             raise ConfigError(told_difference(*differing, texts))
-        return Preflight(shot, max(failed), any(lost), all(fitting))
+        failed, lost, is_other = met.maxima
+        digests = [digest for _, digest in met.unlike] if met.unlike is not None else None
+        return Preflight(shot, failed, bool(lost), not is_other, met.told, table, digests)
 
-    def plan(self, control: Channel, snapshot: Snapshot) -> None:
+    def plan(self, control: Channel, found: Preflight) -> None:
         """Agree on who writes what, and take and warm the memory that the first save needs. Every rank calls it, over
         `control`, while no save is running.
 
         Raises: ConfigError, on every rank alike.
         """
-        file, here = plan_save(snapshot, control), socket.gethostname()
+        snapshot, digests, here = found.snapshot, found.digests, socket.gethostname()
+        table = found.table or NameTable.of(snapshot)
+        if digests is not None and "" in digests:  # of a rank whose own plan fits still
+            digests = control.gather(table.digest)
+        tables = tables_of_all(control, table, digests)
         with failing_as_one(), AllRanks[tuple[str, int, int]](control) as needs:
+            file = make_rank_file(snapshot, plan_for(snapshot, tables, control.rank))
             if refused := list(refused_tensors(file.special(snapshot))):
                 raise ConfigError("; ".join(refused))
             needs.mine = self._stager.needs(file) if self._stager is not None else (here, 0, 0)

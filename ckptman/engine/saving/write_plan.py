@@ -11,12 +11,14 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.engine.comm.control_group import AllRanks, Channel, failing_as_one
+from ckptman.engine.comm.control_group import AllRanks, Channel, Contribution, failing_as_one
 from ckptman.engine.state.file_layout import Layout, Placed, in_order
 from ckptman.engine.state.local_shards import (
     Box,
@@ -86,7 +88,7 @@ class WritePlan:
 
 
 @dataclass(frozen=True)
-class _Table:
+class NameTable:
     """The names that a rank has and others may have too. Equal tables have equal digests."""
 
     tensors: tuple[Described, ...]
@@ -95,6 +97,29 @@ class _Table:
     loose: frozenset[str]
     """Names of tensors on a mesh, of the shards that a tensor describes, of plain values, of units."""
     paths: tuple[tuple[str, Path], ...]
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> NameTable:
+        """Return the table of this rank. Raises: ConfigError."""
+        shared = {name: each for name, each in sorted(snapshot.tensors.items()) if not snapshot.is_own(name)}
+        units = (_unit_name(snapshot, each) for each in range(len(snapshot.units)))
+        shards = [
+            _shard_name(name, box)
+            for name, each in shared.items()
+            if describes_shards(each)
+            for box, _ in local_parts(each, name)
+        ]
+        on_meshes = (_on_mesh(name, mesh_of(each)) for name, each in shared.items())
+        return cls(
+            tuple(_described(name, each) for name, each in shared.items()),
+            tuple(map(mesh_of, shared.values())),
+            frozenset([*on_meshes, *snapshot.objects, *units, *shards]),
+            tuple((name, snapshot.paths[name]) for name in sorted(snapshot.paths) if not snapshot.is_own(name)),
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        return xxh3_128_hexdigest(repr((self.tensors, self.meshes, sorted(self.loose), self.paths)).encode())
 
 
 def signature_of(snapshot: Snapshot) -> int:
@@ -112,24 +137,31 @@ def plan_save(snapshot: Snapshot, channel: Channel) -> RankFile:
 
     Raises: ConfigError, on every rank alike.
     """
-    with failing_as_one(), AllRanks[str](channel) as ranks:
-        table = _table_of(snapshot)
-        digest = xxh3_128_hexdigest(repr((table.tensors, table.meshes, sorted(table.loose), table.paths)).encode())
-        ranks.mine = digest
-    digests = ranks.all
-    firsts = {each: rank for rank, each in reversed(list(enumerate(digests)))}
-    if len(firsts) == 1:
-        tables: list[_Table | None] = [table] * channel.world_size
-    else:
-        sent = channel.gather(table if firsts[digest] == channel.rank else None)
-        tables = [sent[firsts[each]] for each in digests]
-    known = [each for each in tables if each is not None]
+    table: list[NameTable] = []
+
+    def look() -> Contribution:
+        table.append(NameTable.of(snapshot))
+        return Contribution(table[0].digest)
+
+    with failing_as_one():
+        met = channel.agree("step() or save()", look)
+    tables = tables_of_all(channel, table[0], met.unlike)
     with failing_as_one(), AllRanks[None](channel):
-        file = make_rank_file(snapshot, plan_for(snapshot, known, channel.rank))
+        file = make_rank_file(snapshot, plan_for(snapshot, tables, channel.rank))
     return file
 
 
-def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> WritePlan:
+def tables_of_all(channel: Channel, mine: NameTable, digests: Sequence[str] | None) -> list[NameTable]:
+    """Return the names that each rank has, for `plan_for`. `digests`: those of the tables of all ranks; None: they are
+    alike. Every rank calls it."""
+    if digests is None:
+        return [mine] * channel.world_size
+    firsts = {each: rank for rank, each in reversed(list(enumerate(digests)))}
+    sent = channel.gather(mine if firsts[mine.digest] == channel.rank else None)
+    return [cast(NameTable, sent[firsts[each]]) for each in digests]
+
+
+def plan_for(snapshot: Snapshot, tables: Sequence[NameTable], rank: int) -> WritePlan:
     """Return the plan of one rank, given the names that each rank has."""
     tensors = _all_tensors(tables)
     holders = _Holders(tables)
@@ -209,7 +241,7 @@ def _length_of_line(line: list[Held], holders: tuple[int, ...], rank: int) -> li
 class _Holders:
     """Which ranks have a name. Ranks with the same table are looked at once."""
 
-    def __init__(self, tables: Sequence[_Table]) -> None:
+    def __init__(self, tables: Sequence[NameTable]) -> None:
         self._ranks: dict[int, list[int]] = {}
         self._tables = {id(table): table for table in tables}
         for rank, table in enumerate(tables):
@@ -229,25 +261,7 @@ class _Holders:
         return self._known[which]
 
 
-def _table_of(snapshot: Snapshot) -> _Table:
-    shared = {name: each for name, each in sorted(snapshot.tensors.items()) if not snapshot.is_own(name)}
-    units = (_unit_name(snapshot, each) for each in range(len(snapshot.units)))
-    shards = [
-        _shard_name(name, box)
-        for name, each in shared.items()
-        if describes_shards(each)
-        for box, _ in local_parts(each, name)
-    ]
-    on_meshes = (_on_mesh(name, mesh_of(each)) for name, each in shared.items())
-    return _Table(
-        tuple(_described(name, each) for name, each in shared.items()),
-        tuple(map(mesh_of, shared.values())),
-        frozenset([*on_meshes, *snapshot.objects, *units, *shards]),
-        tuple((name, snapshot.paths[name]) for name in sorted(snapshot.paths) if not snapshot.is_own(name)),
-    )
-
-
-def _all_tensors(tables: Sequence[_Table]) -> tuple[Described, ...]:
+def _all_tensors(tables: Sequence[NameTable]) -> tuple[Described, ...]:
     known: dict[str, Described] = {}
     for table in {id(each): each for each in tables}.values():
         for described in table.tensors:
@@ -260,7 +274,7 @@ def _all_tensors(tables: Sequence[_Table]) -> tuple[Described, ...]:
     return tuple(known[name] for name in sorted(known))
 
 
-def _meshes(tables: Sequence[_Table]) -> dict[str, list[int | None]]:
+def _meshes(tables: Sequence[NameTable]) -> dict[str, list[int | None]]:
     """Return of each tensor the meshes that ranks have it on, such as those of the replicas of a model that is sharded
     over `mesh["tp"]`: the first is that of the lowest rank."""
     found: dict[str, list[int | None]] = {}

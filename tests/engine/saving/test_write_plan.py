@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from ckptman.engine.comm.control_group import Agreement, Failure, RankFailed, failure_of
 from ckptman.engine.saving.write_plan import Held, WritePlan, divide, plan_save, signature_of
 from ckptman.engine.state.local_shards import Box
 from ckptman.engine.state.named_state import snapshot
@@ -135,6 +136,16 @@ class End:
     def gather(self, value):
         return self._line.gather(self.rank, value)
 
+    def agree(self, verb, work):
+        try:
+            value = work().value
+        except Exception as error:
+            value = failure_of(self.rank, error)
+        values = self.gather(value)
+        if failures := [each for each in values if isinstance(each, Failure)]:
+            raise RankFailed(failures[0])
+        return Agreement(values if len(set(values)) > 1 else None, (), None)
+
 
 def plans_of(states):
     """The plans that ranks with these states agree on, and what was sent for it."""
@@ -209,7 +220,7 @@ def test_ranks_that_differ_send_one_table_of_each_kind():
         return {**common, "odd": torch.zeros(7), "odd value": 1} if rank % 2 else common | {"even": torch.zeros(3, 2)}
 
     plans, line = plans_of([state(rank) for rank in range(5)])
-    assert line.sent == {"str": 5, "_Table": 2, "NoneType": 3 + 5}
+    assert line.sent == {"str": 5, "NameTable": 2, "NoneType": 3 + 5}
     names = [name for name, _, _ in plans[0].tensors]
     assert names == sorted(names) == ["all", "even", "odd"]
     assert all(plan.tensors == plans[0].tensors for plan in plans)
