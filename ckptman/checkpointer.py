@@ -133,53 +133,53 @@ class Checkpointer:
         sys.exit(checkpointer.exit_code)
 
     Args:
-        root: folder of the checkpoints of one run; it is made where it is missing.
-        state: what to save, by name: modules, optimizers, LR schedulers, anything with `state_dict` and
-            `load_state_dict`, nested dicts, tensors, plain values. `restore` fills tensors where they are, and replaces
-            plain values in this mapping.
-        save_policy: when to save (see `ckptman.policies`); a number: every so many steps; None: `InitTimeInterval()`.
-        save_on_stop: save, and leave, when a signal asks to stop and before the deadline, whatever the policy says.
+        root: Directory of the checkpoints of one run, created if it is missing.
+        state: What to save, by name: modules, optimizers, LR schedulers, any object with `state_dict` and
+            `load_state_dict`, nested dicts, tensors, plain values. `restore` fills tensors in place and replaces plain
+            values in this mapping.
+        save_policy: When to save (see `ckptman.policies`). An integer: every so many steps. None: `InitTimeInterval()`.
+        retention: Which checkpoints to keep. An integer: the last so many. None: all.
+        signals: "auto": handle the signals that ask a job to stop until the Checkpointer is closed (see
+            `SignalHandler`), except those that other code handles, outside the main thread, and SIGINT in a notebook or
+            a shell. True: handle all of them. False: none. Or a SignalHandler that was entered.
+        deadline: When the job ends, in unix seconds. "auto" asks Slurm; None: never.
+        async_save: Copy to host memory and write in the background. False: block until the save is durable. If the
+            copy does not fit into host memory, saves block, and a warning says so.
+        run_id: Name of the run in manifests and journal. None: that of the newest checkpoint in `root`, or a new one.
+
+    Other Args:
+        save_on_stop: Save and leave when a signal asks to stop, and before the deadline, whatever the policy says.
             False: only if the policy has `OnStop()` or `BeforeDeadline()`.
-        retention: which checkpoints to keep; a number: the last so many; None keeps all.
-        on_full: what to do when the disk is full. "fail": the save fails; "prune": delete at once what `retention`
-            would delete after the save, and save again.
-        tiers: where else checkpoints are copied to in the background, nearest first (see `policies.tiers`).
-        signals: "auto": note the signals that ask to stop, from here on until it is closed (see `SignalHandler`); not
-            those that somebody else handles, nor outside the main thread, nor SIGINT in a notebook or a shell. True:
-            note all of them. A SignalHandler that is entered; or False not to listen.
-        deadline: when the job ends, in unix seconds; "auto" asks Slurm; None: never.
-        async_save: copy to host memory, then write behind the training; False: training waits until it is durable.
-            Where host memory is too small for the copy, a warning says so and saves block as with False.
-        overlap: let that copy run on under the next forward and backward, and wait for it only before the next
-            `optimizer.step`. Only for what the optimizers in `state` update, and if nothing else writes to it. Where
-            steps are captured into graphs, saves do not overlap.
-        nonfinite: what to do about NaN and infinity in parameters of modules and in what optimizers keep. "keep": mark
-            the checkpoint; the newest finite one is never deleted, and `restore` prefers it. "refuse": the save fails.
-            "ignore": do not look, and restore the newest all the same.
-        keep_warm: after each save, read it back into the page cache of this node where memory is left, in place of the
-            one before, so that a restart on this node loads it from memory. Only on file systems of the node itself.
-        memory: save to the memory of the nodes, too, and more often (see `MemoryTier`); None: to disk alone. Where that
-            cannot be, a warning says why, and training goes on with disk alone.
-        trackers: what hears of each step and each event, on rank 0 (see `Tracker`).
-        notify: a command for the shell, or a function that takes a dict. It gets a note if the run stalls, crashes or
-            ends, or if the disk is nearly full (see `docs/stopping.md`). None: the command of the chain, if any.
-        timeout_seconds: for how long a rank waits for the others before it gives up.
-        watchdog: seconds after which a step that does not end counts as stuck and the process is ended (see
-            `policies.hang_timeout`); "auto": 600 (555 with NCCL, which gives up at 600) where there are several
-            ranks, or a chain; None: no watchdog.
-        health: sample the GPU of each rank and its node while it trains, and say which figures are not as they should
-            be (see `HealthThresholds`), and which rank holds the others up. "auto": with the thresholds from practice;
-            None: not at all.
-        run_id: the name of the run in manifests and the journal; None: that of the newest checkpoint in `root`, or a
-            new one.
-        total_steps: the step at which the run will be finished, for `ckptman status` to say when; None: not known.
-        metadata: plain values to note in each checkpoint, such as the configuration and the commit of the code; at most
-            64 KiB of JSON. `ckptman show` and `Run` show them; nothing is decided by them.
+        on_full: What to do if the disk is full. "fail": the save fails. "prune": delete at once what `retention` would
+            delete after the save, and save again.
+        tiers: More storage locations to copy checkpoints to in the background, nearest first (see `policies.tiers`).
+        memory: Also save to the memory of the nodes, more often (see `MemoryTier`). None: to disk alone. If that is
+            impossible, a warning says why, and training continues with the disk alone.
+        overlap: Let the copy to host memory run during the next forward and backward; only the next `optimizer.step`
+            waits for it. Only for what the optimizers in `state` update, and only if nothing else writes to it. Has no
+            effect if steps are captured into graphs.
+        nonfinite: What to do about NaN and infinity in parameters and optimizer state. "keep": mark the checkpoint; the
+            newest finite one is never deleted, and `restore` prefers it. "refuse": the save fails. "ignore": do not
+            look, and restore the newest.
+        keep_warm: After each save, read the checkpoint back into the page cache of this node, if memory is free, so
+            that a restart on this node loads it from memory. Only on file systems of the node itself.
+        trackers: Receive each step and each event, on rank 0 (see `Tracker`).
+        notify: A shell command, or a function that takes a dict. Called if the run stalls, crashes or ends, or if the
+            disk is nearly full (see `docs/stopping.md`). None: the command of the chain, if it has one.
+        timeout_seconds: How long a rank waits for the others, in seconds.
+        watchdog: Seconds after which a step that does not end counts as stuck and the process is ended (see
+            `policies.hang_timeout`). "auto": 600 with several ranks or in a chain (555 with NCCL, whose own timeout is
+            600), otherwise none. None: no watchdog.
+        health: Monitor GPUs and nodes; report anomalies and stragglers (see `HealthThresholds`). "auto": with default
+            thresholds. None: off.
+        total_steps: Last step of the run, for `ckptman status` to estimate when it ends. None: unknown.
+        metadata: Plain values to note in each checkpoint, such as the configuration and the commit of the code; at most
+            64 KiB of JSON. `ckptman show` and `Run` show them.
 
     Raises:
         BusyError: another run writes to the root.
         RootError: the root cannot be made or read.
-        ConfigError: an argument that cannot be meant, or ranks that make no Checkpointer.
+        ConfigError: an argument is invalid, or a rank did not create a Checkpointer.
 
     Use it in a `with` block, or call `close` at the end. What happens (restores, saves, stops) is told on rank 0 by the
     logger "ckptman", which writes to standard error where nobody has configured logging.
@@ -196,23 +196,23 @@ class Checkpointer:
         state: MutableMapping[str, Any],
         *,
         save_policy: SavePolicy | int | None = None,
-        save_on_stop: bool = True,
         retention: RetentionPolicy | int | None = None,
-        on_full: OnFull = "fail",
-        tiers: Sequence[Tier] = (),
         signals: SignalHandler | bool | Literal["auto"] | None = "auto",
         deadline: float | Literal["auto"] | None = "auto",
         async_save: bool = True,
+        run_id: str | None = None,
+        save_on_stop: bool = True,
+        on_full: OnFull = "fail",
+        tiers: Sequence[Tier] = (),
+        memory: MemoryTier | None = None,
         overlap: bool = False,
         nonfinite: OnNonfinite = "keep",
         keep_warm: bool = False,
-        memory: MemoryTier | None = None,
         trackers: Sequence[Tracker] = (),
         notify: Notify | None = None,
         timeout_seconds: float = 1800.0,
         watchdog: Setting = "auto",
         health: HealthSetting = "auto",
-        run_id: str | None = None,
         total_steps: int | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
