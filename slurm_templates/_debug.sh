@@ -7,6 +7,6 @@ if [ "${CKPTMAN_DEBUG:-0}" = 1 ]; then
     # The flight recorder: after a timeout of NCCL each rank writes its last collectives. Two names, old and new torch.
     export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_TRACE_BUFFER_SIZE=2000
     export TORCH_NCCL_DUMP_ON_TIMEOUT=1
-    trace=@log_folder@/nccl-trace-$SLURM_JOB_ID-rank-
+    trace={{ log_folder | shell }}/nccl-trace-$SLURM_JOB_ID-rank-
     export TORCH_FR_DUMP_TEMP_FILE="$trace" TORCH_NCCL_DEBUG_INFO_TEMP_FILE="$trace"
 fi

@@ -1,5 +1,5 @@
 # --- After the command ---
-@include flush@
+{% include "_flush.sh" %}
 flush_memory
 
-@include exit@
+{% include "_exit.sh" %}

@@ -13,6 +13,8 @@ flush_memory() (
     # shellcheck disable=SC2016
     timeout 600 srun --overlap --no-kill --kill-on-bad-exit=0 --nodelist="$(echo "$nodes" | paste -sd,)" \
         --nodes="$(echo "$nodes" | wc -l)" --ntasks-per-node=1 --cpus-per-task=1 --gres=none \
-        @container@ \
+        {% if container %}
+        {{ container }} \
+        {% endif %}
         sh -c 'test ! -d "/dev/shm/ckptman-$(id -u)" || exec ckptman memory flush "$1"' flush "$(printf %b "$root")"
 )

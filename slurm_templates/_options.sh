@@ -1,21 +1,30 @@
 #
-#SBATCH --job-name=@job_name@
-#SBATCH --account=@account@
-#SBATCH --partition=@partition@
-#SBATCH --qos=@qos@
-#SBATCH --array=@array@
-#SBATCH --nodes=@nodes@
-#SBATCH --ntasks-per-node=@tasks_per_node@
-#SBATCH --cpus-per-task=@cpus_per_task@
-#SBATCH @gpus@
-#SBATCH --mem=@mem@
-#SBATCH @exclusive@
-#SBATCH @no_kill@
-#SBATCH --time=@time@
-#SBATCH --signal=B:USR2@@warning_seconds@
-#SBATCH --output=@log_folder@/@log_name@
+#SBATCH --job-name={{ job_name | sbatch }}
+{% for name, value in [("account", account), ("partition", partition), ("qos", qos), ("array", array | default(""))] if value %}
+#SBATCH --{{ name }}={{ value | sbatch }}
+{% endfor %}
+#SBATCH --nodes={{ size.nodes }}
+#SBATCH --ntasks-per-node={{ size.tasks }}
+#SBATCH --cpus-per-task={{ size.cpus }}
+{% if size.gpus %}
+#SBATCH {{ gpus_option | default("--gres=gpu:") }}{{ gpu_type ~ ":" if gpu_type else "" }}{{ size.gpus }}
+{% endif %}
+{% if mem %}
+#SBATCH --mem={{ mem }}
+{% endif %}
+{% if exclusive %}
+#SBATCH --exclusive
+{% endif %}
+{% if restarts | default(0) %}
+#SBATCH --no-kill
+{% endif %}
+#SBATCH --time={{ time | sbatch }}
+#SBATCH --signal=B:USR2@{{ warning_seconds }}
+#SBATCH --output={{ log_folder | sbatch }}/{{ log_name | default("%x-%j.out") }}
 #SBATCH --open-mode=append
-#SBATCH @sbatch@
+{% for option in sbatch %}
+#SBATCH {{ option | sbatch }}
+{% endfor %}
 # B: only the batch script gets the warning: USR2 kills a task that does not handle it.
 # append: otherwise a requeued job would empty its log.
 

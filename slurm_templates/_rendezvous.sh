@@ -1,13 +1,15 @@
 # --- Where the ranks meet, and when the job ends ---
 # They meet at the first node of the job, at a port of the job's own: two jobs on one node do not mix.
 if [ -z "${MASTER_ADDR:-}" ]; then
-    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)@master_suffix@
+    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1){{ master_suffix }}
 fi
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 export MASTER_ADDR MASTER_PORT
 # Of several networks of a node the ranks may take one that leads nowhere (`ip -br addr` lists them). To say which:
 # ckptman template ... --set interface=ib0, or here: export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0
-@interface@
+{% if interface %}
+export GLOO_SOCKET_IFNAME={{ interface }} NCCL_SOCKET_IFNAME={{ interface }}
+{% endif %}
 
 # When the job ends, for BeforeDeadline: Slurm 22.05 does not tell, and inside a container nobody can be asked.
 if [ "${SLURM_JOB_END_TIME:-0}" -le "$(date +%s)" ]; then
@@ -23,7 +25,7 @@ export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # since 22.05 srun no lon
 
 # Where ckptman writes how the attempt ended; `ckptman submit` has said it already. A job that is requeued begins anew.
 if [ -z "${CKPTMAN_OUTCOME:-}" ]; then
-    CKPTMAN_OUTCOME=$(realpath -- @log_folder@)/outcome-$SLURM_JOB_ID.json
+    CKPTMAN_OUTCOME=$(realpath -- {{ log_folder | shell }})/outcome-$SLURM_JOB_ID.json
     export CKPTMAN_OUTCOME
     rm -f -- "$CKPTMAN_OUTCOME"
 fi

@@ -3,7 +3,11 @@
 # Text in single quotes, if any, is for another shell, such as the one inside the container.
 # shellcheck disable=SC2016
 srun --kill-on-bad-exit=1 \
-    @cpu_masks@ \
-    @container@ \
-    @command@
+    {% if cpu_masks | default("") %}
+    --cpu-bind=mask_cpu:{{ cpu_masks }} \
+    {% endif %}
+    {% if container %}
+    {{ container }} \
+    {% endif %}
+    {{ command | words }}
 code=$?

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,32 +83,25 @@ def _write(path: Path, script: str, force: bool) -> None:
         raise NotFoundError(f"there is no folder {path.parent}: make it first, or give another name to -o") from None
 
 
-def _list_templates(templates: Any, as_json: bool) -> None:
+def _list_templates(templates: Mapping[str, Template], as_json: bool) -> None:
     if as_json:
-        console.say_json(
-            [{"name": name, "summary": each.summary, "chain": each.chain} for name, each in templates.items()]
-        )
+        facts = [{"name": name, "summary": each.summary, "chain": each.chain} for name, each in templates.items()]
+        console.say_json(facts)
         return
     rows = [(name, each.summary, "ckptman submit" if each.chain else "sbatch") for name, each in templates.items()]
     console.say(*console.table(("template", "what it is for", "submit with"), rows, drop=("submit with",)))
 
 
 def _list_keys(name: str, kind: Template, as_json: bool) -> None:
-    from ckptman.jobs.slurm.template_keys import WHAT
-
-    fields = kind.keys.model_fields
+    defaults, fields = kind.defaults, kind.keys.model_fields
+    facts = [{"key": key, "default": defaults[key], "what": field.description} for key, field in fields.items()]
     if as_json:
-        facts = [{"key": key, "default": field.default, "what": WHAT[key]} for key, field in fields.items()]
         console.say_json({"name": name, "summary": kind.summary, "keys": facts})
         return
-    rows = [(key, _shown(field.default), WHAT[key]) for key, field in fields.items()]
+    rows = [(each["key"], _shown(each["default"]), each["what"]) for each in facts]
     if (console.terminal_width() or NARROW) < NARROW:
-        console.say(
-            *console.table(
-                ("key", "what"),
-                [(key, what if default == "-" else f"{what} [{default}]") for key, default, what in rows],
-            )
-        )
+        narrow = [(key, what if default == "-" else f"{what} [{default}]") for key, default, what in rows]
+        console.say(*console.table(("key", "what"), narrow))
     else:
         console.say(*console.table(("key", "default", "what"), rows))
 

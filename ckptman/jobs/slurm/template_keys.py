@@ -1,13 +1,13 @@
-"""The keys of the Slurm templates: which there are, what they are unless said otherwise, and what is refused.
+"""The keys of the Slurm templates: their types, defaults and meaning, and which combinations are refused.
 
-One model for each kind of job; a template that is for one cluster has a model with the defaults of that cluster.
+One model for each kind of job. `TEMPLATES` in `templates.py` replaces defaults for a cluster.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import pydantic
@@ -19,7 +19,7 @@ from ckptman.jobs.slurm.batch_script import limit_seconds
 # What no text in a batch script may hold: sbatch reads lines, and a terminal obeys control characters.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LINE_BREAK = re.compile("[\t\n]")
-_TRAIN = "python -m ckptman.train --config run.toml"
+TRAIN = "python -m ckptman.train --config run.toml"
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})|(?<![^,:=])~(?=/|$)", re.ASCII)
 """A variable as a user writes it in a path, or a leading `~`."""
 _OF_ENVIRONMENT = re.compile(r"\$(?:[A-Z_][A-Z0-9_]*\b|\{[A-Z_][A-Z0-9_]*\})|^~(?=/|$)", re.ASCII)
@@ -27,53 +27,7 @@ _OF_ENVIRONMENT = re.compile(r"\$(?:[A-Z_][A-Z0-9_]*\b|\{[A-Z_][A-Z0-9_]*\})|^~(
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 EXPANDED = ("venv", "env", "container", "container_command", "container_binds")
 """The keys in which the job expands variables; elsewhere they are refused, and `setup` is shell anyway."""
-_POINT = (
-    "bash -c 'exec python -m ckptman.train --config run.toml --set run.steps=50 "
-    '--set checkpoint.root="runs/scaling/$SCALING_POINT" --set run.log="runs/scaling/$SCALING_POINT.jsonl"\''
-)
 _DAY_SECONDS = 86400
-_LUMI_BINDS = (
-    "/var/spool/slurmd,/opt/cray,/usr/lib64/libcxi.so.1,/pfs,/scratch,/projappl,/project,/flash,/appl"  # the network's
-)
-_LUMI_MASKS = (
-    "0x00fe000000000000,0xfe00000000000000,0x0000000000fe0000,0x00000000fe000000,"
-    "0x00000000000000fe,0x000000000000fe00,0x000000fe00000000,0x0000fe0000000000"
-)
-
-
-WHAT = {
-    "command": "what is run: words, each quoted, so that nothing in them is expanded",
-    "job_name": "the name in the queue and of the log",
-    "account": "the project that pays",
-    "partition": "where it runs",
-    "qos": "quality of service",
-    "time": "time limit: minutes (90), hours (04:00:00), days (1-12:00:00)",
-    "cpus_per_task": "cores of one rank",
-    "mem": "memory of a node, such as 480G",
-    "log_folder": "where the log goes; it has to be there",
-    "modules": "modules to load, with blanks between them",
-    "venv": "a virtual environment to activate, inside the container if there is one",
-    "setup": "a line of shell, as it is; each further one is added",
-    "env": "environment variables: env.NAME=VALUE",
-    "sbatch": "an option of sbatch, such as --constraint=a; each further one is added",
-    "nodes": "nodes",
-    "gpus_per_node": "GPUs of a node; 0: none",
-    "gpu_type": "where a cluster has several, such as h100",
-    "tasks_per_node": "ranks of a node; left out: one per GPU, or one",
-    "exclusive": "true: no other job on these nodes",
-    "master_suffix": "added to the name of the first node in MASTER_ADDR, such as i at JSC",
-    "interface": "the network interface of the ranks, such as ib0, where a node has several",
-    "warning_seconds": "the warning comes that long before the time limit",
-    "container": "the image of a container that the command runs in",
-    "container_command": "what runs the container",
-    "container_binds": "folders of the host to be seen in there, with commas between them",
-    "cpu_masks": "the cores of each rank of a node; empty: as Slurm does it",
-    "dmon_seconds": "a line for each GPU in the log of the GPUs that often",
-    "restarts": "so often torchrun starts the ranks anew within the job",
-    "spare_nodes": "so many nodes more, which wait to replace one that dies",
-    "matrix": "the points: nodes x ranks of a node, with blanks between them",
-}
-"""What each key means, for people."""
 
 
 def _words(value: str) -> str:
@@ -82,7 +36,7 @@ def _words(value: str) -> str:
     except ValueError as error:
         raise ValueError(f"{str(error).lower()}: close the quotes as in a shell") from None
     if not words:
-        raise ValueError(f"nothing to run: give a command, such as {_TRAIN}")
+        raise ValueError(f"nothing to run: give a command, such as {TRAIN}")
     return value
 
 
@@ -144,31 +98,35 @@ Count = Annotated[int, Field(gt=0)]
 Command = Annotated[str, AfterValidator(_words), AfterValidator(_without_variables)]
 Prefix = Annotated[str, AfterValidator(_words)]
 Interface = Annotated[str, Field(pattern=r"^[\w.-]*(,[\w.-]+)*$")]
-Suffix = Annotated[str, Field(pattern=r"^[\w.-]*$")]
+Word = Annotated[str, Field(pattern=r"^[\w.-]*$")]
 JobName = Annotated[str, Field(min_length=1), AfterValidator(_name_of_job)]
 Time = Annotated[str, AfterValidator(_time)]
 Memory = Annotated[str, Field(pattern=r"^(\d+[KMGT]?)?$")]
+LogFolder = Annotated[str, Field(min_length=1), AfterValidator(_name_of_log)]
+Variables = Annotated[Mapping[str, str], AfterValidator(_variables)]
+Options = Annotated[tuple[str, ...], AfterValidator(_options)]
+Masks = Annotated[str, Field(pattern=r"^((0x)?[0-9a-fA-F]+(,(0x)?[0-9a-fA-F]+)*)?$")]
 
 
 class JobKeys(BaseModel):
-    """What every job has: the keys of a CPU job. What is empty is left out of the script."""
+    """The keys of every job. An option whose value is empty is left out of the script."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    command: Command = ""
-    job_name: JobName = "ckptman"
-    account: str = ""
-    partition: str = ""
-    qos: str = ""
-    time: Time = "01:00:00"
-    cpus_per_task: Count = 1
-    mem: Memory = ""
-    log_folder: Annotated[str, Field(min_length=1), AfterValidator(_name_of_log)] = "."
-    modules: str = ""
-    venv: str = ""
-    setup: tuple[str, ...] = ()
-    env: Annotated[Mapping[str, str], AfterValidator(_variables)] = {}
-    sbatch: Annotated[tuple[str, ...], AfterValidator(_options)] = ()
+    command: Command = Field(description="what is run: words, each quoted, so that nothing in them is expanded")
+    job_name: JobName = Field("ckptman", description="the name in the queue and of the log")
+    account: str = Field("", description="the project that pays")
+    partition: str = Field("", description="where it runs")
+    qos: str = Field("", description="quality of service")
+    time: Time = Field("01:00:00", description="time limit: minutes (90), hours (04:00:00), days (1-12:00:00)")
+    cpus_per_task: Count = Field(1, description="cores of one rank")
+    mem: Memory = Field("", description="memory of a node, such as 480G")
+    log_folder: LogFolder = Field(".", description="where the log goes; it has to be there")
+    modules: str = Field("", description="modules to load, with blanks between them")
+    venv: str = Field("", description="a virtual environment to activate, inside the container if there is one")
+    setup: tuple[str, ...] = Field((), description="a line of shell, as it is; each further one is added")
+    env: Variables = Field({}, description="environment variables: env.NAME=VALUE")
+    sbatch: Options = Field((), description="an option of sbatch, such as --constraint=a; each further one is added")
 
     @field_validator("*")
     @classmethod
@@ -185,132 +143,136 @@ class JobKeys(BaseModel):
                 raise ValueError(f"{found[0]} would not be expanded here: write the value itself")
         return value
 
+    def misfits(self) -> Iterator[str]:
+        """What is wrong between values that are each right."""
+        yield from ()
+
 
 class TrainingKeys(JobKeys):
     """A job of several ranks on GPUs."""
 
-    command: Command = _TRAIN
-    job_name: JobName = "train"
-    time: Time = "24:00:00"
-    cpus_per_task: Count = 8
-    nodes: Annotated[int, Field(ge=1)] = 1
-    gpus_per_node: Annotated[int, Field(ge=0)] = 4
-    gpu_type: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
-    tasks_per_node: Count | None = None
-    exclusive: bool = False
-    master_suffix: Suffix = ""
-    interface: Interface = ""
-    warning_seconds: Annotated[int, Field(gt=0, le=65535)] = 180
-    container: str = ""
-    container_command: Prefix = "singularity exec --nv"
-    container_binds: str = ""
+    nodes: Annotated[int, Field(ge=1)] = Field(1, description="nodes")
+    gpus_per_node: Annotated[int, Field(ge=0)] = Field(4, description="GPUs of a node; 0: none")
+    gpu_type: Word = Field("", description="where a cluster has several, such as h100")
+    tasks_per_node: Count | None = Field(None, description="ranks of a node; left out: one per GPU, or one")
+    exclusive: bool = Field(False, description="true: no other job on these nodes")
+    master_suffix: Word = Field("", description="added to the name of the first node in MASTER_ADDR, such as i at JSC")
+    interface: Interface = Field(
+        "", description="the network interface of the ranks, such as ib0, where a node has several"
+    )
+    warning_seconds: Annotated[int, Field(gt=0, le=65535)] = Field(
+        180, description="the warning comes that long before the time limit"
+    )
+    container: str = Field("", description="the image of a container that the command runs in")
+    container_command: Prefix = Field("singularity exec --nv", description="what runs the container")
+    container_binds: str = Field("", description="folders of the host to be seen in there, with commas between them")
 
     @property
     def tasks(self) -> int:
         """Ranks of a node."""
         return self.tasks_per_node or self.gpus_per_node or 1
 
+    def misfits(self) -> Iterator[str]:
+        limit = limit_seconds({"--time": self.time}) or 0
+        if self.warning_seconds >= limit:
+            yield (
+                f"warning_seconds: {self.warning_seconds} s is no less than the time limit ({self.time}, that is "
+                f"{limit:g} s): the job would be told to stop as it starts"
+            )
+        if self.container_binds and not self.container and not isinstance(self, LumiKeys):
+            yield "container_binds: there is no container; give its image with container=FILE"
+
 
 class TorchrunKeys(TrainingKeys):
-    """torchrun starts the ranks of each node, and can start them anew."""
+    """torchrun starts the ranks of each node, and can restart them."""
 
-    restarts: Annotated[int, Field(ge=0)] = 0
-    spare_nodes: Annotated[int, Field(ge=0)] = 0
+    restarts: Annotated[int, Field(ge=0)] = Field(
+        0, description="so often torchrun starts the ranks anew within the job"
+    )
+    spare_nodes: Annotated[int, Field(ge=0)] = Field(
+        0, description="so many nodes more, which wait to replace one that dies"
+    )
+
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
+        if self.spare_nodes and not self.restarts:
+            yield "spare_nodes: a spare node takes over when the ranks are restarted; give restarts too"
+
+
+class JscKeys(TorchrunKeys):
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
+        if not self.account:
+            yield "account: JSC accepts no job without one; give the project that pays with account=PROJECT"
 
 
 class LeonardoKeys(TrainingKeys):
-    """Leonardo Booster: whole nodes of 4 x A100, 32 cores and 494,000 MB."""
-
-    partition: str = "boost_usr_prod"
-    mem: Memory = "494000"
-    exclusive: bool = True
-
     @property
     def needed_qos(self) -> str:
-        """The QOS that a job of this size needs, as Leonardo's rules are; "" for the one that needs no name."""
+        """The QOS that Leonardo requires for a job of this size; "" if it is the default one."""
         if self.partition != "boost_usr_prod":
             return ""
         if (limit_seconds({"--time": self.time}) or 0) > _DAY_SECONDS:
             return "boost_qos_lprod"
         return "boost_qos_bprod" if self.nodes > 64 else ""
 
-
-class JscKeys(TorchrunKeys):
-    """JUWELS Booster: whole nodes of 4 x A100 and 48 cores. JURECA and JUSUF differ in partition, cores and GPUs."""
-
-    partition: str = "booster"
-    cpus_per_task: Count = 12
-    master_suffix: Suffix = "i"
-    interface: Interface = "ib0"
-
-
-class JupiterKeys(TorchrunKeys):
-    """JUPITER Booster: whole nodes of 4 x GH200 and 288 cores."""
-
-    partition: str = "booster"
-    cpus_per_task: Count = 72
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
+        is_long = not self.qos and self.needed_qos == "boost_qos_lprod"
+        if is_long and (self.nodes > 8 or (limit_seconds({"--time": self.time}) or 0) > 4 * _DAY_SECONDS):
+            yield (
+                "time: Leonardo allows more than 24 h for up to 8 nodes and 4 days (boost_qos_lprod); give "
+                "time=24:00:00, as ckptman submit continues in the next job, or name a qos"
+            )
 
 
 class LumiKeys(TrainingKeys):
-    """LUMI-G: whole nodes of 8 GCDs, 7 cores for each, in a container."""
+    cpu_masks: Masks = Field("", description="the cores of each rank of a node; empty: as Slurm does it")
 
-    partition: str = "standard-g"
-    mem: Memory = "480G"
-    cpus_per_task: Count = 7
-    gpus_per_node: Annotated[int, Field(ge=0)] = 8
-    exclusive: bool = True
-    container: str = "pytorch.sif"
-    container_command: Prefix = "singularity exec"
-    container_binds: str = _LUMI_BINDS
-    cpu_masks: Annotated[str, Field(pattern=r"^((0x)?[0-9a-fA-F]+(,(0x)?[0-9a-fA-F]+)*)?$")] = _LUMI_MASKS
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
+        masks = self.cpu_masks.split(",")
+        if self.cpu_masks and self.tasks != len(masks):
+            yield (
+                f"cpu_masks: {len(masks)} masks for {self.tasks} ranks of a node; give one for each, or leave the "
+                f"binding to Slurm with cpu_masks="
+            )
 
 
 class SuperpodKeys(TrainingKeys):
-    """A DGX SuperPOD: whole nodes of 8 GPUs and 112 cores."""
-
-    cpus_per_task: Count = 14
-    gpus_per_node: Annotated[int, Field(ge=0)] = 8
-    exclusive: bool = True
-    dmon_seconds: Count = 10
+    dmon_seconds: Count = Field(10, description="a line for each GPU in the log of the GPUs that often")
 
 
 class MatrixKeys(TrainingKeys):
-    """An array of short runs. 0 nodes and -1 GPUs: as many as the largest point needs."""
+    """An array of short runs."""
 
-    command: Command = _POINT
-    job_name: JobName = "scaling"
-    time: Time = "00:30:00"
-    matrix: Annotated[str, AfterValidator(_points)] = "1x1 1x2 1x4 1x8 2x8"
-    nodes: Annotated[int, Field(ge=0)] = 0
-    gpus_per_node: Annotated[int, Field(ge=-1)] = -1
+    matrix: Annotated[str, AfterValidator(_points)] = Field(
+        "1x1 1x2 1x4 1x8 2x8", description="the points: nodes x ranks of a node, with blanks between them"
+    )
+    nodes: Annotated[int, Field(ge=0)] = Field(0, description="nodes; 0: as many as the largest point needs")
+    gpus_per_node: Annotated[int, Field(ge=-1)] = Field(
+        -1, description="GPUs of a node; 0: none; -1: as many as the largest point needs"
+    )
 
+    @property
+    def largest(self) -> tuple[int, int]:
+        """The most nodes, and the most ranks of a node, of any point."""
+        nodes, tasks = zip(*(point.split("x") for point in self.matrix.split()))
+        return max(map(int, nodes)), max(map(int, tasks))
 
-class TokenizeKeys(JobKeys):
-    """One process that starts as many as it has cores."""
-
-    command: Command = "python -m ckptman.train.tokenize tokens text --vocab-size 16384"
-    job_name: JobName = "tokenize"
-    time: Time = "04:00:00"
-    cpus_per_task: Count = 16
-
-
-class VerifyKeys(JobKeys):
-    """Reads checkpoints."""
-
-    command: Command = "ckptman verify runs/checkpoints --all"
-    job_name: JobName = "verify"
-    cpus_per_task: Count = 8
-
-
-class PruneKeys(JobKeys):
-    """Deletes checkpoints; as it is, it only says which."""
-
-    command: Command = "ckptman prune runs/checkpoints --keep-last 3 --dry-run"
-    job_name: JobName = "prune"
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
+        nodes, tasks = self.largest
+        if 0 < self.nodes < nodes:
+            yield f"nodes: the largest point needs {nodes}, not {self.nodes}; 0 means as many"
+        if 0 < self.gpus_per_node < tasks:
+            yield f"gpus_per_node: the largest point needs {tasks}, not {self.gpus_per_node}; -1 means as many"
+        if self.tasks_per_node is not None:
+            yield "tasks_per_node: the points of the matrix say it; leave it out"
 
 
 def check_keys(kind: type[JobKeys], values: Mapping[str, Any], where: str) -> JobKeys:
-    """Checked keys from what a user gave.
+    """Check all values of a template, the defaults of its cluster included.
 
     Raises: UnknownKeyError; ConfigError with one line per wrong value, or for restarts where there are none.
     """
@@ -324,58 +286,12 @@ def check_keys(kind: type[JobKeys], values: Mapping[str, Any], where: str) -> Jo
             raise UnknownKeyError(key, list(kind.model_fields), where)
     try:
         keys = kind.model_validate(values)
-        problems = list(_misfits(keys))
+        problems = list(keys.misfits())
     except pydantic.ValidationError as error:
         problems = [_problem(each) for each in error.errors()]
     if problems:
         raise ConfigError("\n  ".join(["wrong values:", *problems] if len(problems) > 1 else problems))
     return keys
-
-
-def points(keys: MatrixKeys) -> list[tuple[int, int]]:
-    """(nodes, ranks of a node) of each point."""
-    return [(int(nodes), int(tasks)) for nodes, tasks in (each.split("x") for each in keys.matrix.split())]
-
-
-def _misfits(keys: JobKeys) -> Sequence[str]:
-    """Return what is wrong between values that are each right."""
-    if not isinstance(keys, TrainingKeys):
-        return []
-    problems = []
-    limit = limit_seconds({"--time": keys.time}) or 0
-    if keys.warning_seconds >= limit:
-        problems.append(
-            f"warning_seconds: {keys.warning_seconds} s is no less than the time limit ({keys.time}, that is "
-            f"{limit:g} s): the job would be told to stop as it starts"
-        )
-    if keys.container_binds and not keys.container and not isinstance(keys, LumiKeys):
-        problems.append("container_binds: there is no container; give its image with container=FILE")
-    if isinstance(keys, (JscKeys, JupiterKeys)) and not keys.account:
-        problems.append("account: JSC accepts no job without one; give the project that pays with account=PROJECT")
-    is_long = isinstance(keys, LeonardoKeys) and not keys.qos and keys.needed_qos == "boost_qos_lprod"
-    if is_long and (keys.nodes > 8 or limit > 4 * _DAY_SECONDS):
-        problems.append(
-            "time: Leonardo allows more than 24 h for up to 8 nodes and 4 days (boost_qos_lprod); give time=24:00:00, "
-            "as ckptman submit continues in the next job, or name a qos"
-        )
-    if isinstance(keys, TorchrunKeys) and keys.spare_nodes and not keys.restarts:
-        problems.append("spare_nodes: a spare node takes over when the ranks are restarted; give restarts too")
-    if isinstance(keys, LumiKeys) and keys.cpu_masks and keys.tasks != len(keys.cpu_masks.split(",")):
-        problems.append(
-            f"cpu_masks: {len(keys.cpu_masks.split(','))} masks for {keys.tasks} ranks of a node; give one for each, "
-            f"or leave the binding to Slurm with cpu_masks="
-        )
-    if isinstance(keys, MatrixKeys):
-        nodes, tasks = (max(column) for column in zip(*points(keys)))
-        if 0 < keys.nodes < nodes:
-            problems.append(f"nodes: the largest point needs {nodes}, not {keys.nodes}; 0 means as many")
-        if 0 < keys.gpus_per_node < tasks:
-            problems.append(
-                f"gpus_per_node: the largest point needs {tasks}, not {keys.gpus_per_node}; -1 means as many"
-            )
-        if keys.tasks_per_node is not None:
-            problems.append("tasks_per_node: the points of the matrix say it; leave it out")
-    return problems
 
 
 def _problem(item: Any) -> str:
