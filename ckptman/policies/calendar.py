@@ -94,8 +94,8 @@ class KeepByPeriod(RetentionPolicy):
         }
 
     def why_not(self, record: Record) -> str:
-        few = self.period.unit if self.count == 1 else f"{self.count} {self.period.unit}s"
-        return f"not the newest of one of the last {few}" if self.count > 1 else f"not the newest of the last {few}"
+        last = self.period.unit if self.count == 1 else f"{self.count} {self.period.unit}s"
+        return f"not the newest of {'one of ' * (self.count > 1)}the last {last}"
 
 
 class KeepHourly(KeepByPeriod):
@@ -112,14 +112,7 @@ class KeepHourly(KeepByPeriod):
 
 
 class KeepDaily(KeepByPeriod):
-    """Keep the newest checkpoint of each of the last `count` days (UTC) that have one.
-
-    Args:
-        count: days; those without a checkpoint do not count.
-
-    Raises:
-        IntervalError: `count` is less than 1.
-    """
+    """Keep the newest checkpoint of each of the last `count` days (UTC) that have one. See `KeepHourly`."""
 
     period = Period("daily", "day", lambda seconds: f"{_when(seconds):%Y-%m-%d}")
 
@@ -127,25 +120,14 @@ class KeepDaily(KeepByPeriod):
 class KeepWeekly(KeepByPeriod):
     """Keep the newest checkpoint of each of the last `count` weeks (Monday to Sunday, UTC) that have one.
 
-    Args:
-        count: weeks; those without a checkpoint do not count.
-
-    Raises:
-        IntervalError: `count` is less than 1.
+    See `KeepHourly`.
     """
 
     period = Period("weekly", "week", lambda seconds: f"week of {_monday(seconds)}")
 
 
 class KeepMonthly(KeepByPeriod):
-    """Keep the newest checkpoint of each of the last `count` months (UTC) that have one.
-
-    Args:
-        count: months; those without a checkpoint do not count.
-
-    Raises:
-        IntervalError: `count` is less than 1.
-    """
+    """Keep the newest checkpoint of each of the last `count` months (UTC) that have one. See `KeepHourly`."""
 
     period = Period("monthly", "month", lambda seconds: f"{_when(seconds):%Y-%m}")
 

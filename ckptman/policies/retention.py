@@ -16,14 +16,11 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckptman.policies.calendar import KeepDaily as KeepDaily
-from ckptman.policies.calendar import KeepHourly as KeepHourly
-from ckptman.policies.calendar import KeepMonthly as KeepMonthly
-from ckptman.policies.calendar import KeepWeekly as KeepWeekly
-from ckptman.policies.calendar import KeepWithin as KeepWithin
+from ckptman.policies.calendar import KeepWithin
 from ckptman.policies.retention_rules import (
     ROOM,
     KeepAll,
+    KeepSteps,
     is_known_time,
     limited,
     newest_finite,
@@ -33,12 +30,9 @@ from ckptman.policies.retention_rules import (
     size_text,
     trim,
 )
-from ckptman.policies.retention_rules import AtMost as AtMost
-from ckptman.policies.retention_rules import KeepAny as KeepAny
 from ckptman.policies.retention_rules import KeepBest as KeepBest
 from ckptman.policies.retention_rules import KeepEvery as KeepEvery
 from ckptman.policies.retention_rules import KeepLast as KeepLast
-from ckptman.policies.retention_rules import KeepSteps as KeepSteps
 from ckptman.policies.retention_rules import Record as Record
 from ckptman.policies.retention_rules import RetentionPolicy as RetentionPolicy
 
@@ -73,23 +67,22 @@ def plan(
         now_seconds = newest_time(records)
     counted = [record for record in records if not record.abandoned]
     untouchable = untouchables(records)
-    rules: Sequence[RetentionPolicy] = rules_of(policy) or (KeepAll(),)
+    rules = rules_of(policy)
     considered = [*counted, coming] if coming is not None else counted
-    kept_by = [rule.keeps_at(considered, now_seconds) for rule in rules] if policy is not None else []
+    kept_by = [rule.keeps_at(considered, now_seconds) for rule in rules]
+    if policy is None:
+        kept_by = [{record.sequence: "no retention policy" for record in records}]
     trimmed = _trimmed(policy, records, coming, kept_by, untouchable)
     verdicts = []
     for record in sorted(records, key=sequence_of):
         reasons = [each[record.sequence] for each in kept_by if record.sequence in each]
-        if policy is None:
-            reasons = ["no retention policy"]
+        keep = bool(reasons)
         if record.sequence in untouchable:
             reasons, keep = [*untouchable[record.sequence], *reasons], True
         elif record.sequence in trimmed:
             worth = "" if reasons == [ROOM] else f" ({', '.join(reasons)})"
             reasons, keep = [trimmed[record.sequence] + worth], False
-        else:
-            keep = bool(reasons)
-        if not keep and not reasons:
+        elif not keep:
             reasons = [record.abandoned or f"no rule keeps it: {', '.join(rule.why_not(record) for rule in rules)}"]
         if not is_known_time(record.time_seconds):
             reasons.append("its time is not known")
@@ -156,14 +149,16 @@ def _trimmed(
     count = Counter(sequence for each in kept_by for sequence in each)
     fixed = sum(record.bytes for record in records if record.sequence in untouchable) + (coming.bytes if coming else 0)
     loose = [record for record in records if record.sequence in count and record.sequence not in untouchable]
-    going, _ = trim(loose, count, limit.bytes, fixed)
-    reasons = {}
-    for record in going:
-        rules = count[record.sequence]
-        standing = "and only 1 rule keeps it" if rules == 1 else f"although {rules} rules keep it"
-        standing = "and there are newer ones" if isinstance(limit.policy, KeepAll) else standing
-        reasons[record.sequence] = f"no room within {size_text(limit.bytes)}, {standing}"
-    return reasons
+
+    def standing(rules: int) -> str:
+        if limit.policies == (KeepAll(),):
+            return "and there are newer ones"
+        return "and only 1 rule keeps it" if rules == 1 else f"although {rules} rules keep it"
+
+    return {
+        record.sequence: f"no room within {size_text(limit.bytes)}, {standing(count[record.sequence])}"
+        for record in trim(loose, count, limit.bytes, fixed)
+    }
 
 
 def slip(policy: RetentionPolicy | None, records: Sequence[Record], now_seconds: float, *, goes_on: bool) -> str:

@@ -124,32 +124,35 @@ class RetentionPolicy(ABC):
     def __or__(self, other: RetentionPolicy) -> KeepAny:
         return KeepAny((self, other)) if isinstance(other, RetentionPolicy) else NotImplemented
 
-    def __and__(self, limit: AtMost) -> Limited:
-        if isinstance(limit, RetentionPolicy) and not isinstance(limit, AtMost):
+    def __and__(self, limit: AtMost) -> KeepAny:
+        if isinstance(limit, AtMost):
+            return KeepAny(rules_of(self), (*limits_of(self), limit))
+        if isinstance(limit, RetentionPolicy):
             raise ConfigError(
                 f"& sets a limit to what rules keep, as in KeepLast(10) & AtMost(bytes=2_000_000_000_000), and "
                 f"{limit!r} is not a limit: combine rules with |"
             )
-        return Limited(self, (limit,)) if isinstance(limit, AtMost) else NotImplemented
+        return NotImplemented
 
 
 @dataclass(frozen=True, repr=False)
 class KeepAny(RetentionPolicy):
-    """Keep what any of its policies keeps: what `|` makes."""
+    """Keep what any of its policies keeps, as far as its limits allow: what `|` and `&` make."""
 
     policies: tuple[RetentionPolicy, ...]
+    limits: tuple[AtMost, ...] = ()
 
     def __post_init__(self) -> None:
         flat: list[RetentionPolicy] = []
         for policy in self.policies:
             if not isinstance(policy, RetentionPolicy):
                 raise ConfigError(f"KeepAny: every policy must be a RetentionPolicy, not {policy!r}")
-            if isinstance(policy, (AtMost, Limited)):
+            if limits_of(policy):
                 raise ConfigError(
                     f"a limit trims what rules keep, and | adds to it, so the two contradict each other: write "
                     f"(KeepLast(10) | KeepEvery(1000)) & AtMost(...), with {policy!r} last and outside of the brackets"
                 )
-            flat += policy.policies if isinstance(policy, KeepAny) else (policy,)
+            flat += rules_of(policy)
         if not flat:
             raise ConfigError("KeepAny: give at least one policy; with none, only the newest would be kept")
         modes: dict[str, str] = {}
@@ -158,6 +161,11 @@ class KeepAny(RetentionPolicy):
                 raise ConfigError(
                     f"KeepBest: the best by {rule.metric!r} cannot be both the lowest and the highest: say min or max"
                 )
+        for kind in ("bytes", "percent"):
+            said = {getattr(limit, kind) for limit in self.limits} - {None}
+            if len(said) > 1:
+                several = " and ".join(map(str, sorted(said)))
+                raise ConfigError(f"AtMost: there are two limits in {kind}, {several}: say one")
         object.__setattr__(self, "policies", tuple(flat))
 
     def keeps(self, records: Sequence[Record]) -> dict[int, str]:
@@ -168,13 +176,27 @@ class KeepAny(RetentionPolicy):
         for policy in self.policies:
             for sequence, reason in policy.keeps_at(records, now_seconds).items():
                 found.setdefault(sequence, []).append(reason)
+        if self.limits:
+            kept = [record for record in records if record.sequence in found]
+            for record in trim(kept, {sequence: len(reasons) for sequence, reasons in found.items()}, self.bytes):
+                del found[record.sequence]
         return {sequence: "; ".join(reasons) for sequence, reasons in found.items()}
 
     def why_not(self, record: Record) -> str:
         return ", ".join(policy.why_not(record) for policy in self.policies)
 
+    @property
+    def bytes(self) -> int:
+        """The tightest limit. Raises: ConfigError while one is in percent."""
+        if any(limit.percent is not None for limit in self.limits):
+            raise ConfigError("AtMost: a limit in percent is one in bytes only where the size of the disk is known")
+        return min(limit.bytes for limit in self.limits if limit.bytes is not None)
+
     def __repr__(self) -> str:
-        return " | ".join(map(repr, self.policies))
+        rules, limits = " | ".join(map(repr, self.policies)), " & ".join(map(repr, self.limits))
+        if not limits:
+            return rules
+        return limits if self.policies == (KeepAll(),) else f"({rules}) & {limits}"
 
 
 @dataclass(frozen=True)
@@ -377,58 +399,10 @@ class AtMost(RetentionPolicy):
                 raise IntervalError(f"AtMost: percent must be at most 100, not {self.percent!r}")
 
     def keeps(self, records: Sequence[Record]) -> dict[int, str]:
-        return Limited(_EVERYTHING, (self,)).keeps(records)
-
-    def __and__(self, limit: AtMost) -> Limited:
-        return Limited(_EVERYTHING, (self,)) & limit
+        return KeepAny((KeepAll(),), (self,)).keeps(records)
 
     def __repr__(self) -> str:
         return f"AtMost(bytes={self.bytes})" if self.bytes is not None else f"AtMost(percent={self.percent:g})"
-
-
-@dataclass(frozen=True, repr=False)
-class Limited(RetentionPolicy):
-    """Keep what a policy keeps, as far as its limits allow: what `&` makes."""
-
-    policy: RetentionPolicy
-    limits: tuple[AtMost, ...]
-
-    def __post_init__(self) -> None:
-        inner = self.policy
-        if isinstance(inner, AtMost):
-            inner = Limited(_EVERYTHING, (inner,))
-        if isinstance(inner, Limited):
-            object.__setattr__(self, "policy", inner.policy)
-            object.__setattr__(self, "limits", inner.limits + self.limits)
-        for kind in ("bytes", "percent"):
-            said = {getattr(limit, kind) for limit in self.limits} - {None}
-            if len(said) > 1:
-                several = " and ".join(map(str, sorted(said)))
-                raise ConfigError(f"AtMost: there are two limits in {kind}, {several}: say one")
-
-    def keeps(self, records: Sequence[Record]) -> dict[int, str]:
-        return self.keeps_at(records, newest_time(records))
-
-    def keeps_at(self, records: Sequence[Record], now_seconds: float) -> dict[int, str]:
-        reasons = self.policy.keeps_at(records, now_seconds)
-        by_sequence = {record.sequence: record for record in records}
-        going, _ = trim([by_sequence[each] for each in reasons], dict.fromkeys(reasons, 1), self.bytes)
-        gone = {record.sequence for record in going}
-        return {sequence: reason for sequence, reason in reasons.items() if sequence not in gone}
-
-    def why_not(self, record: Record) -> str:
-        return self.policy.why_not(record)
-
-    @property
-    def bytes(self) -> int:
-        """The tightest limit. Raises: ConfigError while one is in percent."""
-        if any(limit.percent is not None for limit in self.limits):
-            raise ConfigError("AtMost: a limit in percent is one in bytes only where the size of the disk is known")
-        return min(limit.bytes for limit in self.limits if limit.bytes is not None)
-
-    def __repr__(self) -> str:
-        limits = " & ".join(map(repr, self.limits))
-        return limits if self.policy == _EVERYTHING else f"({self.policy!r}) & {limits}"
 
 
 @dataclass(frozen=True)
@@ -439,56 +413,53 @@ class KeepAll(RetentionPolicy):
         return {record.sequence: ROOM for record in records}
 
 
-_EVERYTHING = KeepAll()
-
-
-def limited(policy: RetentionPolicy | None) -> Limited | None:
-    """A policy with its limits; None where it has none."""
+def limits_of(policy: RetentionPolicy | None) -> tuple[AtMost, ...]:
+    """Return the limits of a policy."""
     if isinstance(policy, AtMost):
-        return Limited(_EVERYTHING, (policy,))
-    return policy if isinstance(policy, Limited) else None
+        return (policy,)
+    return policy.limits if isinstance(policy, KeepAny) else ()
 
 
 def rules_of(policy: RetentionPolicy | None) -> tuple[RetentionPolicy, ...]:
     """Return the single rules of a policy, without its limits."""
-    limit = limited(policy)
-    rule = limit.policy if limit is not None else policy
-    if isinstance(rule, KeepAny):
-        return rule.policies
-    return (rule,) if rule is not None else ()
+    if policy is None or isinstance(policy, AtMost):
+        return () if policy is None else (KeepAll(),)
+    return policy.policies if isinstance(policy, KeepAny) else (policy,)
+
+
+def limited(policy: RetentionPolicy | None) -> KeepAny | None:
+    """Return a policy with its limits; None if it has none."""
+    limits = limits_of(policy)
+    return KeepAny(rules_of(policy), limits) if limits else None
 
 
 def in_bytes(policy: RetentionPolicy | None, capacity_bytes: int) -> RetentionPolicy | None:
-    """A policy whose limits are all in bytes, for a disk (or quota) of that size. Called before `retention.plan`."""
-    limit = limited(policy)
-    if limit is None:
-        return policy
+    """Return a policy whose limits are in bytes, on a disk (or quota) of this size. Called before `retention.plan`."""
     limits = [
-        each if each.percent is None else AtMost(bytes=max(1, int(capacity_bytes * each.percent / 100)))
-        for each in limit.limits
+        each.bytes if each.percent is None else max(1, int(capacity_bytes * each.percent / 100))
+        for each in limits_of(policy)
     ]
-    return Limited(limit.policy, (min(limits, key=lambda each: each.bytes or 0),))
+    return KeepAny(rules_of(policy), (AtMost(min(each for each in limits if each)),)) if limits else policy
 
 
 def needs_capacity(policy: RetentionPolicy | None) -> bool:
-    """Return whether somebody has to look how large the disk is."""
-    limit = limited(policy)
-    return limit is not None and any(each.percent is not None for each in limit.limits)
+    """Return whether the size of the disk has to be known."""
+    return any(each.percent is not None for each in limits_of(policy))
 
 
 def trim(
-    candidates: Sequence[Record], rules_that_keep: dict[int, int], most_bytes: int, other_bytes: int = 0
-) -> tuple[list[Record], int]:
-    """Return which of the candidates go so that they and `other_bytes` are no more than `most_bytes`; and the bytes
-    that are still too many. First what the fewest rules keep, of these the oldest commit."""
-    over = sum(record.bytes for record in candidates) + other_bytes - most_bytes
+    candidates: Sequence[Record], rules_that_keep: Mapping[int, int], most_bytes: int, other_bytes: int = 0
+) -> list[Record]:
+    """Return which of the candidates go so that they and `other_bytes` are no more than `most_bytes`: first what the
+    fewest rules keep, of these the oldest commit."""
+    over_bytes = sum(record.bytes for record in candidates) + other_bytes - most_bytes
     going = []
-    for record in sorted(candidates, key=lambda each: (rules_that_keep.get(each.sequence, 0), sequence_of(each))):
-        if over <= 0:
+    for record in sorted(candidates, key=lambda each: (rules_that_keep[each.sequence], each.sequence)):
+        if over_bytes <= 0:
             break
         going.append(record)
-        over -= record.bytes
-    return going, max(0, over)
+        over_bytes -= record.bytes
+    return going
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

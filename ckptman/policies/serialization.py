@@ -16,7 +16,7 @@ from ckptman.policies.retention_rules import (
     KeepLast,
     KeepSteps,
     RetentionPolicy,
-    limited,
+    limits_of,
     rules_of,
 )
 
@@ -33,11 +33,8 @@ def to_data(policy: RetentionPolicy | None) -> dict[str, Any]:
 
     None, which keeps everything, has `"rules": None`.
     """
-    limit = limited(policy)
     rules = [_rule_data(rule) for rule in rules_of(policy) if not isinstance(rule, KeepAll)]
-    limits = [
-        {"bytes": each.bytes} if each.bytes else {"percent": each.percent} for each in (limit.limits if limit else ())
-    ]
+    limits = [{"bytes": each.bytes} if each.bytes else {"percent": each.percent} for each in limits_of(policy)]
     return {"rules": rules if policy is not None else None, "limits": limits}
 
 

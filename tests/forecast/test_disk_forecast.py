@@ -11,21 +11,9 @@ import torch
 import ckptman
 from ckptman.cli.app import main
 from ckptman.forecast.disk_forecast import Saves, cadence_seconds, disk_figures, most_kept
-from ckptman.policies.retention import (
-    AtMost,
-    KeepAny,
-    KeepBest,
-    KeepDaily,
-    KeepEvery,
-    KeepHourly,
-    KeepLast,
-    KeepMonthly,
-    KeepSteps,
-    KeepWeekly,
-    KeepWithin,
-    Record,
-    plan,
-)
+from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+from ckptman.policies.retention import Record, plan
+from ckptman.policies.retention_rules import AtMost, KeepAny, KeepBest, KeepEvery, KeepLast, KeepSteps
 from ckptman.policies.save_policies import AtStep, DalyInterval, EverySeconds, EverySteps, InitTimeInterval, OnStop
 from ckptman.storage.catalog.catalog import Catalog
 from tests.cli.test_plan import CONFIG, planned

@@ -12,7 +12,7 @@ import pytest
 from ckptman.cli.app import main
 from ckptman.cli.drain import STUCK_SECONDS
 from ckptman.errors import ConfigError, CorruptError, IntervalError, NotFoundError, RootError
-from ckptman.policies.retention import AtMost, KeepBest, KeepEvery, KeepLast, Record, RetentionPolicy
+from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, Record, RetentionPolicy
 from ckptman.policies.tiers import Tier, due
 from ckptman.runtime.outcome import Outcome, write_outcome
 from ckptman.storage.catalog.backends.local import LocalBackend
