@@ -117,18 +117,12 @@ def test_what_a_rule_keeps_stays_and_the_rest_goes(options, steps, messy, pruned
     assert told["freed_bytes"] == sum(each["bytes"] for each in told["checkpoints"] if not each["keep"]) + 2048
 
 
-def test_each_line_has_its_reason_and_the_end_says_what_was_freed(messy, prune):
+def test_leftovers_are_named_and_counted(messy, prune):
     code, out, _ = prune(messy, "--keep-last", "1", "--keep-best", "loss")
     assert code == 0
-    lines = [line.split(maxsplit=5) for line in out.splitlines()]
-    assert lines[1][:3] == ["delete", "step", "100"]
-    assert lines[1][5] == "no rule keeps it: older than the last one, loss 3 is not among the best 1"
-    assert lines[2][:3] == ["keep", "step", "200"]
-    assert lines[2][5] == "keep best 1 by loss (min): 1"
-    assert lines[5][:3] == ["keep", "step", "500"]
-    assert lines[5][5] == "newest; keep last 1 of 1"
-    assert lines[6][:4] == ["clear", "step-0000000050.trash-deadbeef-2", "1.0", "KiB"]
-    assert out.splitlines()[-1].startswith("Deleted 3 of 5 checkpoints and 2 leftovers: ")
+    lines = out.splitlines()
+    assert lines[6].split()[:4] == ["clear", "step-0000000050.trash-deadbeef-2", "1.0", "KiB"]
+    assert lines[-1].startswith("Deleted 3 of 5 checkpoints and 2 leftovers: ")
     assert prune(messy, "--leftovers")[1] == "Nothing to delete: 2 checkpoints, no leftovers.\n"
 
 
@@ -274,13 +268,6 @@ def test_a_pattern_that_the_shell_left_alone(roots, prune, pruned):
     assert out.splitlines()[-1].endswith(" freed.")
 
 
-def test_the_shape_of_the_json_depends_on_how_it_was_asked_for(root, tmp_path, pruned):
-    assert pruned(root, "--keep-last", "2")["root"] == str(root)
-    assert [each["root"] for each in pruned(f"{tmp_path}/ro*", "--keep-last", "2")] == [str(root)]
-    (tmp_path / "link").symlink_to(root)
-    assert len(pruned(root, f"{tmp_path}/*", "--keep-last", "2")) == 1, "named twice, and pruned once"
-
-
 def test_what_cannot_be_pruned_keeps_nothing_else_from_it(roots):
     """A root that may not be read, and a checkpoint of somebody else in a root that all may write."""
     size = Catalog(roots[0]).entry(300).require_manifest().total_bytes
@@ -335,14 +322,17 @@ def test_what_is_no_root_is_refused(given, code, text, root, tmp_path, prune, mo
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_roots_with_odd_names_and_without_checkpoints(root, tmp_path, prune, monkeypatch):
+def test_names_of_roots_and_the_shape_of_the_json(root, tmp_path, prune, pruned, monkeypatch):
     brackets = make(tmp_path / "run[1]", 100, 200)
     make(tmp_path / "run1", 100, 200)
     assert prune(brackets, "--keep-last", "1")[0] == 0
     assert (kept(brackets), kept(tmp_path / "run1")) == ([200], [100, 200])
     assert prune(make(tmp_path / "empty"), "--keep-best", "loss")[0] == 0
+    assert [each["root"] for each in pruned(f"{tmp_path}/ro*", "--keep-last", "2")] == [str(root)]
+    (tmp_path / "link").symlink_to(root)
+    assert len(pruned(root, f"{tmp_path}/l*", "--keep-last", "2")) == 1, "named twice, and pruned once"
     monkeypatch.chdir(root)
-    assert prune(".", "--keep-last", "1")[0] == 0
+    assert pruned(".", "--keep-last", "1")["freed_bytes"] > 0
     assert kept(root) == [300]
 
 

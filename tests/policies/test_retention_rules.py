@@ -1,15 +1,17 @@
-"""The retention rules: what each keeps and why, limits, what is refused, and how a policy is stored."""
+"""The retention rules: what each keeps and why, by step, value, age and calendar; limits; what is refused; and how a
+policy is stored."""
 
 import json
 import math
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptman.errors import ConfigError, IntervalError
-from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin, duration
 from ckptman.policies.retention import plan
 from ckptman.policies.retention_rules import (
     AtMost,
@@ -39,8 +41,21 @@ def run(*steps, losses=()):
     return [record(step, sequence, **metrics[sequence - 1]) for sequence, step in enumerate(steps, 1)]
 
 
-def kept(records, policy):
-    return [verdict.record.step for verdict in plan(records, policy) if verdict.keep]
+def at(*times):
+    """Checkpoints of the steps 10, 20, ..., committed at these times (UTC) or unix seconds."""
+    stamps = [datetime.fromisoformat(f"{each}+00:00").timestamp() if isinstance(each, str) else each for each in times]
+    return [Record(10 * number, number, stamp, 1, {}) for number, stamp in enumerate(stamps, start=1)]
+
+
+DATED = at("2026-03-01T01", "2026-03-02T05", "2026-03-04T06")
+
+
+def kept(records, policy, now_seconds=None):
+    return [verdict.record.step for verdict in plan(records, policy, now_seconds=now_seconds) if verdict.keep]
+
+
+def why(records, policy, step, now_seconds=None):
+    return next(each.reasons for each in plan(records, policy, now_seconds=now_seconds) if each.record.step == step)
 
 
 @dataclass(frozen=True)
@@ -55,28 +70,25 @@ class Odd(RetentionPolicy):
     ("rule", "records", "reasons"),
     [
         (KeepLast(2), run(900, 1000, 110), {2: "keep last 2 of 2", 3: "keep last 1 of 2"}),
-        (KeepEvery(10), run(5, 10, 15, 20), {2: "keep every 10 steps", 4: "keep every 10 steps"}),
-        (
-            KeepEvery(10),
-            run(7, 14, 16, 34),
-            {2: "keep every 10 steps (first after 10)", 4: "keep every 10 steps (first after 30)"},
-        ),
-        (KeepEvery(10), run(20, 30, 20, 25), {2: "keep every 10 steps", 3: "keep every 10 steps"}),
+        (KeepEvery(10), run(10, 16, 34), {1: "keep every 10 steps", 3: "keep every 10 steps (first after 30)"}),
         (KeepEvery(1), run(3), {1: "keep every step"}),
         (KeepSteps(30, 20, 999), run(20, 30, 40), {1: "keep step 20", 2: "keep step 30"}),
-        (KeepSteps(20), run(20, 30, 20), {3: "keep step 20"}),
         (KeepSteps(0), run(0, 10), {1: "keep step 0"}),
-        (
-            KeepBest("loss", 2),
-            run(10, 20, 30, 40, losses=(0.5, 0.31, 0.4, 0.9)),
-            {2: "keep best 1 by loss (min): 0.31", 3: "keep best 2 by loss (min): 0.4"},
-        ),
-        (KeepBest("loss", mode="max"), run(10, 20, losses=(0.5, 0.31)), {1: "keep best 1 by loss (max): 0.5"}),
         (
             KeepBest("loss", 2),
             run(10, 20, 30, losses=(1, 1, 1)),
             {3: "keep best 1 by loss (min): 1", 2: "keep best 2 by loss (min): 1"},
         ),
+        (KeepBest("loss", mode="max"), run(10, 20, losses=(0.5, 0.31)), {1: "keep best 1 by loss (max): 0.5"}),
+        (KeepHourly(2), DATED, {2: "keep hourly 2 of 2 (2026-03-02 05 h)", 3: "keep hourly 1 of 2 (2026-03-04 06 h)"}),
+        (KeepDaily(2), DATED, {2: "keep daily 2 of 2 (2026-03-02)", 3: "keep daily 1 of 2 (2026-03-04)"}),
+        (
+            KeepWeekly(2),
+            DATED,
+            {1: "keep weekly 2 of 2 (week of 2026-02-23)", 3: "keep weekly 1 of 2 (week of 2026-03-02)"},
+        ),
+        (KeepMonthly(1), DATED, {3: "keep monthly 1 of 1 (2026-03)"}),
+        (KeepWithin(7200), DATED, {3: "keep within 2 h"}),
         (
             KeepLast(2) | KeepEvery(10) | KeepBest("loss"),
             run(10, 15, losses=(0.3, 0.5)),
@@ -151,6 +163,10 @@ def test_each_rule_does_what_its_docstring_says(records, number):
         left_out = losses.keys() - best
         assert all(worst(losses[each], losses[other]) == losses[other] for each in best for other in left_out)
 
+    last_of_step = {each.step: each.sequence for each in sorted(records, key=lambda each: each.sequence)}
+    named = {sequence for step, sequence in last_of_step.items() if step < number}
+    assert KeepSteps(*range(number)).keeps(records).keys() == named
+
     milestones = [by_sequence[each] for each in KeepEvery(number).keeps(records)]
     reached = {each.step // number for each in records} - {0}
     assert sorted(each.step // number for each in milestones) == sorted(reached)
@@ -158,6 +174,71 @@ def test_each_rule_does_what_its_docstring_says(records, number):
         same = [other for other in records if other.step // number == each.step // number]
         assert each.step == min(other.step for other in same)
         assert each.sequence == max(other.sequence for other in same if other.step == each.step)
+
+
+def month(day):
+    return (datetime.fromtimestamp(day * 86_400, timezone.utc)).strftime("%Y-%m")
+
+
+@pytest.mark.parametrize(
+    ("kind", "period_of"),
+    [
+        (KeepHourly, lambda seconds: seconds // 3600),
+        (KeepDaily, lambda seconds: seconds // 86_400),
+        (KeepWeekly, lambda seconds: (seconds // 86_400 + 3) // 7),  # 1970 began on a Thursday
+        (KeepMonthly, lambda seconds: month(seconds // 86_400)),
+    ],
+)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.sampled_from([900, 10_800, 86_400, 600_000]), st.integers(0, 1))),
+    st.integers(1, 6),
+)
+def test_the_newest_of_each_of_the_last_periods_stays(kind, period_of, ticks, count):
+    """The order is that of the commits, by a clock that may go back; a period without a checkpoint does not count."""
+    begun = 1_767_225_600  # 2026-01-01, midnight; some ticks are a second before an hour, a day or a month
+    times = [begun + number * unit - early for number, unit, early in ticks]
+    newest = {period_of(seconds): sequence for sequence, seconds in enumerate(times, 1)}
+    assert kind(count).keeps(at(*times)).keys() == set(sorted(newest.values())[-count:])
+
+
+def test_the_age_counts_from_now_not_from_the_newest():
+    records = at(1000, 2000, 3000, 4000, 5000)
+    assert set(KeepWithin(2000).keeps_at(records, 5500.0)) == {4, 5}
+    assert set(KeepWithin(2000).keeps_at(records, 6000.0)) == {4, 5}
+    assert KeepWithin(7200).keeps_at(records, 99_000.0) == {}
+    assert KeepWithin(2000).keeps(records) == dict.fromkeys((3, 4, 5), "keep within 2000 s")
+
+
+@pytest.mark.parametrize("broken", [-1e18, -1.0, 1e18, 253_402_300_800.0])
+def test_a_broken_clock_breaks_no_plan(broken):
+    records = at(1000, 2000, 3000, broken)
+    for rule in (KeepHourly(2), KeepDaily(2), KeepWeekly(2), KeepMonthly(2), KeepWithin(60)):
+        assert 40 in kept(records, rule, 1e6)
+    assert why(records, KeepDaily(1), 40, 1e6)[-1] == "its time is not known"
+    assert KeepWithin(60).keeps_at(records, broken) == dict.fromkeys(
+        (1, 2, 3, 4), "keep within 1 min, and the clock is broken"
+    )
+    # Without a time of its own, a checkpoint is as old as the next one.
+    assert set(KeepWithin(60).keeps_at(at(1000, broken, 2000, broken, 3000), 3000.0)) == {4, 5}
+
+
+def test_a_clock_that_is_behind_moves_no_checkpoint_to_another_day():
+    records = at(*(f"2026-03-{day:02d}T12" for day in range(1, 11)))
+    early = records[0].time_seconds - 20 * 86_400
+    assert kept(records, KeepDaily(7), early) == [40, 50, 60, 70, 80, 90, 100]
+    assert kept(records, KeepWeekly(3), early) == kept(records, KeepWeekly(3)) == [10, 80, 100]
+    assert kept(records, KeepWithin(60), early) == list(range(10, 110, 10))
+    assert why(records, KeepDaily(1), 100, early)[-1] == "its time is in the future"
+    assert why(records, KeepWithin(60), 100, early)[-1] == "its time is in the future, and counts as now"
+    assert why(records, KeepDaily(1), 100, records[-1].time_seconds)[-1] == "keep daily 1 of 1 (2026-03-10)"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(604_800, "7 d"), (1_209_600, "2 w"), (5400, "90 min"), (7200, "2 h"), (60, "1 min"), (90.5, "90.5 s")],
+)
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text
 
 
 def test_a_union_is_flat_and_reads_like_what_was_written():
@@ -169,26 +250,29 @@ def test_a_union_is_flat_and_reads_like_what_was_written():
     assert repr(AtMost(bytes=5) & AtMost(percent=12.5)) == "AtMost(bytes=5) & AtMost(percent=12.5)"
 
 
+@given(histories(), st.integers(1, 9), st.integers(1, 60), st.integers(1, 12), st.booleans())
+def test_over_a_limit_goes_first_what_the_fewest_rules_keep_and_of_these_the_oldest(records, last, every, room, alone):
+    rules = KeepLast(last) | KeepEvery(every) | KeepBest("loss")
+    limit = AtMost(bytes=room)
+    records = [replace(each, bytes=1 + each.sequence % 3) for each in records]
+    size, newest = {each.sequence: each.bytes for each in records}, max((each.sequence for each in records), default=0)
+    if alone:
+        times = dict.fromkeys(size, 1)
+        verdicts = plan(records, limit)
+    else:
+        by_rule = [rule.keeps(records) for rule in rules.policies]
+        times = {sequence: sum(sequence in each for each in by_rule) for each in by_rule for sequence in each}
+        verdicts = plan(records, rules & limit)
+    stays = {each.record.sequence for each in verdicts if each.keep}
+    worst_first = sorted(times.keys() - {newest}, key=lambda sequence: (times[sequence], sequence))
+    gone = len(times.keys() - stays)
+    assert stays == {*worst_first[gone:], *([newest] if records else [])}
+    used = sum(size[each] for each in stays)
+    assert used <= room or stays == {newest}
+    assert not gone or used + size[worst_first[gone - 1]] > room, "more goes than has to"
+
+
 SEVEN = run(10, 20, 30, 40, 50, 60, 70)
-RULES = KeepLast(4) | KeepEvery(steps=20)  # 20; 40 twice; 50; 60 twice; 70, the newest
-
-
-@pytest.mark.parametrize(
-    ("policy", "steps"),
-    [
-        (RULES, [20, 40, 50, 60, 70]),
-        (RULES & AtMost(bytes=4 * GB), [40, 50, 60, 70]),
-        (RULES & AtMost(bytes=3 * GB + 1), [40, 60, 70]),
-        (RULES & AtMost(bytes=2 * GB), [60, 70]),
-        (AtMost(bytes=3 * GB), [50, 60, 70]),
-        (in_bytes(KeepLast(9) & AtMost(percent=30), 10 * GB), [50, 60, 70]),
-        (in_bytes(KeepLast(9) & AtMost(percent=30) & AtMost(bytes=2 * GB), 10 * GB), [60, 70]),
-        (in_bytes(KeepLast(9) & AtMost(percent=10) & AtMost(bytes=2 * GB), 10 * GB), [70]),
-        (in_bytes(KeepLast(2), 5), [60, 70]),
-    ],
-)
-def test_over_a_limit_goes_first_what_the_fewest_rules_keep_and_of_these_the_oldest(policy, steps):
-    assert kept(SEVEN, policy) == steps
 
 
 def test_a_limited_policy_keeps_by_itself_what_fits():
@@ -203,7 +287,14 @@ def test_a_percentage_is_of_the_disk():
     assert not needs_capacity(KeepLast(9) & AtMost(bytes=3))
     with pytest.raises(ConfigError, match="only where the size of the disk is known"):
         plan(SEVEN, policy)
+    for limits, steps in (
+        (AtMost(percent=30), [50, 60, 70]),
+        (AtMost(percent=30) & AtMost(bytes=2 * GB), [60, 70]),
+        (AtMost(percent=10) & AtMost(bytes=2 * GB), [70]),
+    ):
+        assert kept(SEVEN, in_bytes(limits, 10 * GB)) == steps
     assert in_bytes(policy, 1) == KeepLast(9) & AtMost(bytes=1)
+    assert in_bytes(KeepLast(2), 5) == KeepLast(2)
     assert in_bytes(None, 5) is None
 
 
