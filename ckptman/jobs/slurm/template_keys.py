@@ -25,7 +25,7 @@ VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})|(?<![^,:=])~(?=/
 _OF_ENVIRONMENT = re.compile(r"\$(?:[A-Z_][A-Z0-9_]*\b|\{[A-Z_][A-Z0-9_]*\})|^~(?=/|$)", re.ASCII)
 """Not `${run.name}` of a configuration library."""
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
-EXPANDED = ("venv", "env", "container", "container_command", "container_binds")
+_EXPANDED = ("venv", "env", "container", "container_command", "container_binds")
 """The keys in which the job expands variables; elsewhere they are refused, and `setup` is shell anyway."""
 _DAY_SECONDS = 86400
 
@@ -139,7 +139,7 @@ class JobKeys(BaseModel):
                 raise ValueError(f"a control character ({found[0]!r}) cannot be in a batch script: leave it out")
             if info.field_name not in ("command", "setup", "env") and (found := _LINE_BREAK.search(text)):
                 raise ValueError(f"{found[0]!r} would end the #SBATCH line: give it on one line, without tabs")
-            if info.field_name not in ("command", "setup", *EXPANDED) and (found := VARIABLE.search(text)):
+            if info.field_name not in ("command", "setup", *_EXPANDED) and (found := VARIABLE.search(text)):
                 raise ValueError(f"{found[0]} would not be expanded here: write the value itself")
         return value
 
@@ -172,12 +172,15 @@ class TrainingKeys(JobKeys):
         """Ranks of a node."""
         return self.tasks_per_node or self.gpus_per_node or 1
 
+    @property
+    def time_seconds(self) -> float:
+        return limit_seconds({"--time": self.time}) or 0
+
     def misfits(self) -> Iterator[str]:
-        limit = limit_seconds({"--time": self.time}) or 0
-        if self.warning_seconds >= limit:
+        if self.warning_seconds >= self.time_seconds:
             yield (
                 f"warning_seconds: {self.warning_seconds} s is no less than the time limit ({self.time}, that is "
-                f"{limit:g} s): the job would be told to stop as it starts"
+                f"{self.time_seconds:g} s): the job would be told to stop as it starts"
             )
         if self.container_binds and not self.container and not isinstance(self, LumiKeys):
             yield "container_binds: there is no container; give its image with container=FILE"
@@ -212,14 +215,14 @@ class LeonardoKeys(TrainingKeys):
         """The QOS that Leonardo requires for a job of this size; "" if it is the default one."""
         if self.partition != "boost_usr_prod":
             return ""
-        if (limit_seconds({"--time": self.time}) or 0) > _DAY_SECONDS:
+        if self.time_seconds > _DAY_SECONDS:
             return "boost_qos_lprod"
         return "boost_qos_bprod" if self.nodes > 64 else ""
 
     def misfits(self) -> Iterator[str]:
         yield from super().misfits()
         is_long = not self.qos and self.needed_qos == "boost_qos_lprod"
-        if is_long and (self.nodes > 8 or (limit_seconds({"--time": self.time}) or 0) > 4 * _DAY_SECONDS):
+        if is_long and (self.nodes > 8 or self.time_seconds > 4 * _DAY_SECONDS):
             yield (
                 "time: Leonardo allows more than 24 h for up to 8 nodes and 4 days (boost_qos_lprod); give "
                 "time=24:00:00, as ckptman submit continues in the next job, or name a qos"
