@@ -41,7 +41,7 @@ _VERBS = {
     "memory": ("Move", "memory:memory_app", "what runs hold in the memory of a node: shows it, flushes it, removes it"),
     "export": ("Move", "export:export", "a checkpoint, or a part of it, for other programs"),
     "adopt": ("Move", "adopt:adopt", "makes what plain DCP or torchtitan wrote a checkpoint of ckptman"),
-    "plan": ("Plan", "plan:plan", "memory, disk, seconds and the interval, before a run spends a GPU hour"),
+    "plan": ("Plan", "plan:plan", "size, disk, seconds and the interval, before a run spends a GPU hour"),
     "simulate": ("Plan", "simulate:simulate", "plays a month of failures against intervals"),
     "submit": ("Run", "submit:submit", "runs a batch script or a command until it is finished"),
     "chain": ("Run", "chain:chain_app", "shows, follows, holds and ends chains of attempts"),

@@ -1,204 +1,234 @@
-"""`ckptman plan`: what a run will need, before it spends a GPU hour: memory, disk, seconds, the interval."""
+"""`ckptman plan`: what a run will need, before it spends a GPU hour: size, disk, seconds, the interval."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ckptman.cli import console
-from ckptman.cli.options import (
-    OTHERS,
-    AsJson,
-    KeepBestOption,
-    KeepDailyOption,
-    KeepEveryOption,
-    KeepHourlyOption,
-    KeepLastOption,
-    KeepMonthlyOption,
-    KeepStepsOption,
-    KeepWeeklyOption,
-    KeepWithinOption,
-    MaxBytesOption,
-    MemoryOption,
-    RestartInPlaceOption,
-    SurvivedOption,
-    option,
-    parse_rate,
-    parse_retention,
-    parse_seconds,
-    parse_size,
-)
-from ckptman.cli.plan_inputs import PlanOptions, subject_of, tiers_of
-from ckptman.cli.plan_memory import MemoryOptions, memory_plan
-from ckptman.cli.plan_report import Plan, as_dict, best_tier, lines
+from ckptman.cli import console, options
+from ckptman.cli.options import option, parse_rate, parse_seconds, parse_size
+from ckptman.cli.plan_report import as_dict, lines, plan_of
 from ckptman.errors import ConfigError
-from ckptman.forecast.disk_forecast import Saves, cadence_seconds, disk_figures
-from ckptman.forecast.failure_rates import mtbf_figure, rate_named
+from ckptman.forecast.failure_costs import SURVIVED
 from ckptman.forecast.figures import Figure
-from ckptman.forecast.gpu_memory import memory_figures
-from ckptman.forecast.save_costs import Life, Saving, tier_figures
-from ckptman.policies.parameters import check_positive
-from ckptman.policies.retention_rules import KeepEvery, KeepSteps, limited, rules_of
-from ckptman.policies.save_policies import SavePolicy
+from ckptman.forecast.scenario import DTYPE_BYTES, MOST_GPUS, Memory, Model, Scenario, Tier, mtbf_figure
+from ckptman.policies.parameters import check_count, check_positive
+from ckptman.policies.retention_rules import KeepEvery, KeepSteps, rules_of, size_text
 
-MOST_FACTOR = 1_000_000
-_STAGING_SOURCE = "rate assumed, less than half of PCIe 4.0 x16; yours: --staging, or save_staged in the journal"
-_INIT_SOURCE = "init assumed, Leonardo on its fast file system, 2024; yours: --init, or init_seconds in the journal"
+MOST_FACTOR, MOST_MOMENTS = 1_000_000, 100
+_TABLE = {"shm": 4e9, "scratch": 2e9, "project": 0.5e9}
+_TABLE_SOURCE = "assumed: one process, by the practitioners' table (2024). Measure yours: --tier NAME=DIR"
+_TIER_HELP = (
+    "Where to save, and how fast it is: scratch=2GB/s, scratch=2GB/s/node:10GB/s (at most), or scratch=DIR, which is "
+    "measured. Can be given several times."
+)
+_EXPLAIN = typer.Option("--explain", help="Every number with its formula and source.", rich_help_panel=options.OTHERS)
 
 
 def plan(
     params: Annotated[
-        str | None, option("--params", "N", "A model of so many parameters: 9e9, 7B, 350M.", "Model and machine")
+        str | None, option("--params", "N", "A model with N parameters: 9e9, 7B, 350M.", "Model and machine")
     ] = None,
-    config: Annotated[Path | None, option("--config", "FILE", "The model of a run of the bundled loop.")] = None,
-    changes: Annotated[
-        list[str] | None,
-        option("--set", "SECTION.KEY=VALUE", "Change a value of --config. May be given several times."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        option("--model", "MODULE:FUNCTION", "The model that a function returns, built without memory. Needs torch."),
-    ] = None,
-    dtype: Annotated[
-        str | None, option("--dtype", "TYPE", "Of parameters and gradients, with --params (float32).")
-    ] = None,
-    moments: Annotated[
-        int, option("--moments", "N", "Tensors that the optimizer keeps for each parameter (2: AdamW).")
-    ] = 2,
+    model: Annotated[str | None, option("--model", "MODULE:FUNCTION", "The model that a function returns.")] = None,
+    dtype: Annotated[str | None, option("--dtype", "TYPE", "Type of the parameters, with --params (float32).")] = None,
+    moments: Annotated[int, option("--moments", "N", "Optimizer tensors per parameter (2: AdamW).")] = 2,
     moment_dtype: Annotated[
-        str | None, option("--moment-dtype", "TYPE", "Their type, with --params (that of the parameters).")
+        str | None, option("--moment-dtype", "TYPE", "Type of these, with --params (--dtype).")
     ] = None,
-    nodes: Annotated[int, option("--nodes", "N", "Nodes (1).")] = 1,
-    gpus: Annotated[int, option("--gpus", "N", "GPUs of a node (8).")] = 8,
-    shard: Annotated[
-        int | None, option("--shard", "N", "GPUs that share one copy of the model (a node's worth).")
-    ] = None,
-    sequence: Annotated[int | None, option("--sequence", "N", "Tokens of a sample (4096).")] = None,
-    micro_batch: Annotated[int | None, option("--micro-batch", "N", "Samples that a GPU computes at once (1).")] = None,
-    vocab: Annotated[int | None, option("--vocab", "N", "Size of the vocabulary (128256).")] = None,
-    dim: Annotated[int | None, option("--dim", "N", "Width of the model (by its parameters, as Llama's).")] = None,
-    layers: Annotated[int | None, option("--layers", "N", "Layers (by its parameters, as Llama's).")] = None,
-    gpu_memory: Annotated[str | None, option("--gpu-memory", "SIZE", "Of one GPU, such as 80GB: does it fit?")] = None,
-    tier: Annotated[
-        list[str] | None,
-        option(
-            "--tier",
-            "NAME=RATE|DIR",
-            "Where to save, and how fast it is: scratch=2GB/s, scratch=2GB/s/node:10GB/s (at most), or scratch=DIR, "
-            "which is measured. May be given several times.",
-            "Saves",
-        ),
-    ] = None,
-    staging: Annotated[
-        str | None, option("--staging", "RATE", "Of a rank's private copy, from GPU to host (10GB/s).")
-    ] = None,
+    nodes: Annotated[int, option("--nodes", "N", "Number of nodes (1).")] = 1,
+    gpus: Annotated[int, option("--gpus", "N", "GPUs per node (8).")] = 8,
+    tier: Annotated[list[str] | None, option("--tier", "NAME=RATE|DIR", _TIER_HELP, "Saves")] = None,
+    staging: Annotated[str, option("--staging", "RATE", "Copies of a rank from GPU to host (10GB/s).")] = "10GB/s",
     blocking: Annotated[bool, typer.Option("--blocking", help="Training waits until a save is durable.")] = False,
-    init: Annotated[
-        str | None, option("--init", "TIME", "From the start of a run to its first step, without the load (20min).")
-    ] = None,
-    factor: Annotated[float, option("--factor", "X", "Interval by init time: so many times that (4).")] = 4.0,
+    init: Annotated[str, option("--init", "TIME", "From start to first step, without the load (20min).")] = "20min",
+    factor: Annotated[float, option("--factor", "X", "Factor of the interval by init time (4).")] = 4.0,
     mtbf: Annotated[
         str | None, option("--mtbf", "TIME", "Mean time between failures of the whole run.", "Failures and time")
     ] = None,
-    rate: Annotated[
-        str, option("--rate", "NAME", "Without --mtbf, a published one: llama3 (the default), rsc1.")
-    ] = "llama3",
-    length: Annotated[str, option("--length", "TIME", "Of the whole run (30d).")] = "30d",
-    step: Annotated[str | None, option("--step", "TIME", "Of one step, for rules that go by steps.")] = None,
-    notice: Annotated[str | None, option("--notice", "TIME", "Until a failure is found out (0).")] = None,
-    queue: Annotated[str | None, option("--queue", "TIME", "Of a job that goes on after a failure (0).")] = None,
-    memory: MemoryOption = False,
+    rate: Annotated[str, option("--rate", "NAME", "Or a published one: llama3 (default), rsc1.")] = "llama3",
+    length: Annotated[str, option("--length", "TIME", "Length of the whole run (30d).")] = "30d",
+    step: Annotated[str | None, option("--step", "TIME", "Time per step, for rules that go by steps.")] = None,
+    notice: Annotated[str | None, option("--notice", "TIME", "Until a failure is noticed (0).")] = None,
+    queue: Annotated[str | None, option("--queue", "TIME", "Queue time of a job after a failure (0).")] = None,
+    memory: options.MemoryOption = False,
     memory_interval: Annotated[
-        str | None,
-        option("--memory-interval", "TIME|STEPS", "How often: 30s, 20steps (as costs 1 % of the time)."),
+        str | None, option("--memory-interval", "TIME|STEPS", "How often: 30s, 20steps (as costs 1 % of the time).")
     ] = None,
-    copies: Annotated[int | None, option("--copies", "N", "Nodes that each part lies on (2).")] = None,
-    exchange: Annotated[
-        str | None, option("--exchange", "RATE", "What a node sends to others behind the training (5GB/s).")
-    ] = None,
-    host_memory: Annotated[
-        str | None, option("--host-memory", "SIZE", "Of one node, such as 1TB: does it fit?")
-    ] = None,
-    restart_in_place: RestartInPlaceOption = None,
-    survived: SurvivedOption = None,
-    keep_last: KeepLastOption = None,
-    keep_every: KeepEveryOption = None,
-    keep_best: KeepBestOption = None,
-    keep_within: KeepWithinOption = None,
-    keep_hourly: KeepHourlyOption = None,
-    keep_daily: KeepDailyOption = None,
-    keep_weekly: KeepWeeklyOption = None,
-    keep_monthly: KeepMonthlyOption = None,
-    keep_steps: KeepStepsOption = None,
-    max_bytes: MaxBytesOption = None,
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain", help="Every number with its formula, and where that is from.", rich_help_panel=OTHERS
-        ),
-    ] = False,
-    as_json: AsJson = False,
+    copies: Annotated[int | None, option("--copies", "N", "Nodes that hold each part (2).")] = None,
+    exchange: Annotated[str | None, option("--exchange", "RATE", "What a node sends to others (5GB/s).")] = None,
+    host_memory: Annotated[str | None, option("--host-memory", "SIZE", "Memory of a node, such as 1TB.")] = None,
+    restart_in_place: options.RestartInPlaceOption = None,
+    survived: options.SurvivedOption = None,
+    keep_last: options.KeepLastOption = None,
+    keep_every: options.KeepEveryOption = None,
+    keep_best: options.KeepBestOption = None,
+    keep_within: options.KeepWithinOption = None,
+    keep_hourly: options.KeepHourlyOption = None,
+    keep_daily: options.KeepDailyOption = None,
+    keep_weekly: options.KeepWeeklyOption = None,
+    keep_monthly: options.KeepMonthlyOption = None,
+    keep_steps: options.KeepStepsOption = None,
+    max_bytes: options.MaxBytesOption = None,
+    explain: Annotated[bool, _EXPLAIN] = False,
+    as_json: options.AsJson = False,
 ) -> None:
-    """What a run will need, before it spends a GPU hour.
+    """Estimate what a run will need, before it spends a GPU hour.
 
-    Memory of a GPU, size of a checkpoint, seconds and stall of a save on each tier, the interval, goodput at a given
-    rate of failures, disk under the keep rules, and how early to be warned. With --memory, what a failure costs by
-    disk alone, with checkpoints in memory, and with restarts inside the allocation. Sizes are in powers of 1000.
+    Checkpoint size, save time and stall on each tier, the interval, goodput at a given failure rate, disk usage under
+    the keep rules, and how early to be warned. With --memory, also what a failure costs with checkpoints in memory and
+    with restarts inside the allocation. Sizes are in powers of 1000.
     """
-    given = locals()
+    if (params is None) == (model is None):
+        which = "nothing is given" if params is None else "--params and --model are given"
+        raise ConfigError(f"{which}: name one of --params 9e9, --model package.module:function")
+    if not 0 <= moments <= MOST_MOMENTS:
+        raise ConfigError(f"--moments: 0 or more tensors for each parameter (AdamW has 2), at most 100, not {moments}")
     check_positive("plan", "--factor", factor)
     if factor > MOST_FACTOR:
-        raise ConfigError(f"--factor: at most {MOST_FACTOR:,} (4 is usual); what is more was a slip")
-    copying = parse_rate("--staging", staging or "10GB/s")
-    init_seconds, run_seconds = parse_seconds("--init", init or "20min"), parse_seconds("--length", length)
-    room = None if gpu_memory is None else parse_size("--gpu-memory", gpu_memory, needs_unit=True)
+        raise ConfigError(f"--factor: at most {MOST_FACTOR:,} (4 is usual), not {factor:g}")
     step_seconds = None if step is None else parse_seconds("--step", step)
-    subject = subject_of(PlanOptions(**{each.name: given[each.name] for each in fields(PlanOptions)}))
-    if mtbf is None:
-        failures = mtbf_figure(subject.gpus, rate_named(rate))
-    else:
-        failures = Figure("mtbf", parse_seconds("--mtbf", mtbf), "seconds", "as given")
-    saving = Saving(subject.total_bytes, subject.largest_bytes, copying, blocking, "" if staging else _STAGING_SOURCE)
-    noticed = 0.0 if notice is None else parse_seconds("--notice", notice)
-    waited = 0.0 if queue is None else parse_seconds("--queue", queue)
-    life = Life(init_seconds, failures.value, factor, "" if init else _INIT_SOURCE, noticed, waited)
-    rules = parse_retention(**{name: given[name] for name in given if name.startswith(("keep_", "max_"))})
-    retention = subject.retention if rules is None else rules
+    retention = options.parse_retention(
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep_best=keep_best,
+        keep_within=keep_within,
+        keep_hourly=keep_hourly,
+        keep_daily=keep_daily,
+        keep_weekly=keep_weekly,
+        keep_monthly=keep_monthly,
+        keep_steps=keep_steps,
+        max_bytes=max_bytes,
+    )
     if step_seconds is None and any(isinstance(each, KeepEvery | KeepSteps) for each in rules_of(retention)):
         raise ConfigError("a rule to keep checkpoints goes by steps: say what a step takes, as in --step 2s")
-    tiers = []
-    for each in tiers_of(tier or [], nodes, subject.gpus):
-        figures = tier_figures(each, saving, life)
-        interval, who = _cadence(subject.save_policy, figures, init_seconds, step_seconds)
-        saves = Saves(run_seconds, interval, step_seconds or 1.0)
-        figures += disk_figures(retention, subject.total_bytes, saves, who)
-        tiers.append((each, {figure.name: figure for figure in figures}))
-    of_gpu = memory_figures(subject.weights, subject.shape, subject.batch)
-    if not blocking:
-        host = min(gpus, subject.gpus) * subject.largest_bytes
-        words = f"{min(gpus, subject.gpus)} GPUs of a node x {subject.largest_bytes:,} B: their private copies"
-        of_gpu.append(Figure("host_copy_of_a_node", host, "bytes", words))
-    limit = limited(retention)
-    options = MemoryOptions(**{each.name: given[each.name] for each in fields(MemoryOptions)})
-    disk, mesh = best_tier(tiers)[1], (nodes, min(gpus, subject.gpus))
-    in_memory = memory_plan(options, mesh, saving, life, disk, step_seconds, subject.memory)
-    made = Plan(subject, of_gpu, failures, limit.bytes if limit else None, tiers, blocking, step_seconds, in_memory)
+    world = _world(nodes, gpus)
+    failures = mtbf_figure(world, rate)
+    if mtbf is not None:
+        failures = Figure("mtbf", parse_seconds("--mtbf", mtbf), "seconds", "as given")
+    of_memory = (memory_interval, copies, exchange, host_memory, restart_in_place, survived)
+    in_memory = None
+    if memory or any(each is not None for each in of_memory):
+        if blocking:
+            raise ConfigError("--blocking leaves no private copy to become a checkpoint in memory: leave it out")
+        in_memory = Memory(
+            interval_seconds=None if memory_interval is None else _memory_interval(memory_interval, step_seconds),
+            copies=2 if copies is None else copies,
+            exchange_bytes_per_second=parse_rate("--exchange", exchange or "5GB/s"),
+            restart_seconds=None if restart_in_place is None else parse_seconds("--restart-in-place", restart_in_place),
+            survived=options.parse_share("--survived", SURVIVED if survived is None else survived),
+            host_bytes=None if host_memory is None else parse_size("--host-memory", host_memory, needs_unit=True),
+        )
+        check_count("plan", "--copies", in_memory.copies)
+    scenario = Scenario(
+        model=_model(params, model, dtype, moments, moment_dtype),
+        nodes=nodes,
+        gpus_per_node=gpus,
+        tiers=_tiers(tier or [], nodes, world),
+        staging_bytes_per_second=parse_rate("--staging", staging),
+        blocking=blocking,
+        init_seconds=parse_seconds("--init", init),
+        factor=factor,
+        notice_seconds=0.0 if notice is None else parse_seconds("--notice", notice),
+        queue_seconds=0.0 if queue is None else parse_seconds("--queue", queue),
+        mtbf_seconds=failures.value,
+        run_seconds=parse_seconds("--length", length),
+        step_seconds=step_seconds,
+        retention=retention,
+        in_memory=in_memory,
+    )
+    made = plan_of(scenario, failures)
     if as_json:
-        console.say_json(as_dict(made, explain, room))
+        console.say_json(as_dict(made, explain))
     else:
-        console.say(*lines(made, explain, room))
+        console.say(*lines(made, explain))
 
 
-def _cadence(
-    policy: SavePolicy | None, figures: list[Figure], init_seconds: float, step_seconds: float | None
-) -> tuple[float, str]:
-    """Return the seconds between saves, by the configuration if it says them, else by the plan; and by which."""
-    value = {each.name: each.value for each in figures}
-    own = cadence_seconds(policy, value["stall"], value["save"], init_seconds + value["load"], step_seconds)
-    seconds, who = value["interval"], ""
-    if own is not None:
-        seconds, who = own, " (by the configuration, no shorter than a save)"
-    return (seconds, who) if step_seconds is None or step_seconds <= seconds else (step_seconds, " (a step)")
+def _model(params: str | None, model: str | None, dtype: str | None, moments: int, moment_dtype: str | None) -> Model:
+    for name, value in (("--dtype", dtype), ("--moment-dtype", moment_dtype)):
+        if value is not None and value not in DTYPE_BYTES:
+            raise ConfigError(f"{name}: one of {', '.join(DTYPE_BYTES)}, not {value!r}")
+        if value is not None and params is None:
+            raise ConfigError(f"{name} goes with --params: the model has its own")
+    if params is None:
+        from ckptman.engine.state.meta_model import model_of
+
+        return model_of(model or "", moments)
+    count, dtype = options.parse_count("--params", params), dtype or "float32"
+    moment = moments * DTYPE_BYTES[moment_dtype or dtype]
+    return Model(f"{count:,} parameters in {dtype}", count, count * DTYPE_BYTES[dtype], count * moment)
+
+
+def _world(nodes: int, gpus: int) -> int:
+    """Return the number of GPUs. Raises: ConfigError, IntervalError."""
+    for name, value in (("--nodes", nodes), ("--gpus", gpus)):
+        check_count("plan", name, value)
+        if value > MOST_GPUS:
+            raise ConfigError(f"{name}: at most {MOST_GPUS:,}, not {value}")
+    if nodes * gpus > MOST_GPUS:
+        raise ConfigError(f"{nodes * gpus:,} GPUs are more than any machine has: at most {MOST_GPUS:,}")
+    return nodes * gpus
+
+
+def _memory_interval(written: str, step_seconds: float | None) -> float:
+    """Parse how often to save to memory: `30s`, `20steps`. Raises: ConfigError."""
+    if (steps := re.fullmatch(r"\s*([0-9]{1,12})\s*steps?\s*", written)) is None:
+        return parse_seconds("--memory-interval", written)
+    check_count("plan", "--memory-interval", int(steps[1]))
+    if step_seconds is None:
+        raise ConfigError(f"--memory-interval {written} goes by steps: say what a step takes, as in --step 2s")
+    return int(steps[1]) * step_seconds
+
+
+def _tiers(written: Sequence[str], nodes: int, gpus: int) -> tuple[Tier, ...]:
+    """Parse `NAME=2GB/s`, `NAME=2GB/s/node`, `NAME=2GB/s/gpu`, and `NAME=DIR`, which is measured.
+
+    Each may end in `:10GB/s`, the most that the file system gives. Without any: the practitioners' table.
+    Raises: ConfigError, NotFoundError, RootError.
+    """
+    if not written:
+        return tuple(
+            Tier(name, rate, rate, f"{size_text(rate)}/s in all  [{_TABLE_SOURCE}]") for name, rate in _TABLE.items()
+        )
+    tiers = tuple(_tier(each, nodes, gpus) for each in written)
+    names = [each.name for each in tiers]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--tier: {twice[0]} is given twice; give each tier a name of its own")
+    return tiers
+
+
+def _tier(written: str, nodes: int, gpus: int) -> Tier:
+    name, equals, what = written.partition("=")
+    if not (equals and name.strip() and what.strip()):
+        raise ConfigError(f"--tier: NAME=RATE or NAME=DIR, as in scratch=2GB/s or scratch=/scratch/me, not {written!r}")
+    most = float("inf")
+    head, colon, tail = what.rpartition(":")
+    if colon and tail[:1].isdigit():
+        most, what = parse_rate(f"--tier {name}", tail), head
+    if what[:1].isdigit() or what[:1] in "-+.":
+        times, per = 1, "in all"
+        for ending, count in (("/node", nodes), ("/gpu", gpus)):
+            if what.endswith(ending):
+                what, times, per = what.removesuffix(ending), count, f"x {count} {ending[1:]}s"
+        write = read = parse_rate(f"--tier {name}", what)
+        how = f"{size_text(write)}/s {per}  [as given]"
+    else:
+        write, read = _measured(name, Path(what))
+        times, how = nodes, f"{size_text(write)}/s of this node x {nodes}  [measured in {what}; ckptman doctor]"
+    if most < write * times:
+        how = f"at most {size_text(most)}/s: {how}"
+    return Tier(name, min(most, write * times), min(most, read * times), how)
+
+
+def _measured(name: str, folder: Path) -> tuple[float, float]:
+    """Return the bytes per second that this node writes and reads in a directory."""
+    from ckptman.tools.doctor.examine import examine
+
+    found = {each.name: each.figures for each in examine(folder)}
+    write, read = (found.get(each, {}).get("bytes_per_second") for each in ("write", "read"))
+    if not write:
+        raise ConfigError(f"--tier {name}: {folder} could not be measured: ckptman doctor {folder} says why")
+    return float(write), float(read or write)

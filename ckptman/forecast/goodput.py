@@ -7,9 +7,9 @@ is lost. So the time between two failures, of which the run is up a mean of M, y
 
     E = ((T - S) / (e^(T/M) - 1) + S e^(-T/M)) e^(-D/M)
 
-seconds of training that last, and takes M e^(R/M) with its restart (the restart is disturbed, too).
+seconds of training that last, and takes M e^(R/M) with its restart (failures hit the restart, too).
 
-Where checkpoints in memory survive a share of the failures, each of the two kinds has an E and an R of its own.
+If checkpoints in memory survive a share of the failures, each of the two kinds has its own E and R.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from ckptman.policies.parameters import check_at_least, check_positive
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds: `stall` a save blocks training, `durable` until it counts, `restart` from a failure until training goes
-    on. Raises IntervalError."""
+    """How long a save blocks training and takes to be durable, and the time from a failure until training resumes.
+
+    Raises: IntervalError.
+    """
 
     stall_seconds: float
     durable_seconds: float
@@ -36,16 +38,16 @@ class Costs:
 
     @property
     def settled_seconds(self) -> float:
-        """After so long a save counts: not before it has let go of training."""
+        """How long a save takes to count: not before it has let go of training."""
         return max(self.stall_seconds, self.durable_seconds)
 
 
 @dataclass(frozen=True)
 class InMemory:
-    """How a run saves to memory, besides what it saves to disk.
+    """How a run saves to memory, in addition to disk.
 
-    `costs`: of such a save, until it counts, and of a restart from it. `flushed`: what is in memory is on disk before
-    training goes on from it; else it stays in memory alone.
+    `costs`: of such a save, until it counts, and of a restart from it. `flushed`: what is in memory is written to disk
+    before training resumes from it.
     """
 
     costs: Costs
@@ -61,8 +63,10 @@ class InMemory:
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the time goes, as shares of all of it; they add up to 1. `good`: training that lasts. And the mean of what
-    one failure loses, in seconds."""
+    """Where the time goes, as shares that add up to 1, and the mean training that one failure loses.
+
+    `good`: training that lasts.
+    """
 
     good: float
     lost: float
@@ -74,12 +78,12 @@ class Shares:
 def best_interval_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
     """Return the seconds from the start of one save to that of the next that lose least, when failures are exponential.
 
-    T = M (1 + S/M + W(-e^(-1 - S/M))), with W the main branch of Lambert's function. It does not depend on what a
-    restart takes: that is paid once for each failure, whatever the interval. sqrt(2 M S) is its limit for short saves.
+    T = M (1 + S/M + W(-e^(-1 - S/M))), with W the main branch of Lambert's function. It does not depend on the restart,
+    which is paid once per failure, whatever the interval. sqrt(2 M S) is its limit for short saves, 0 for S = 0.
     Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
     Generation Computer Systems 22(3), 2006.
 
-    Raises IntervalError. 0 where saves block nothing: then it is as often as saves can follow each other.
+    Raises: IntervalError.
     """
     check_at_least("best_interval_seconds", "stall_seconds", stall_seconds, 0)
     check_positive("best_interval_seconds", "mtbf_seconds", mtbf_seconds)
@@ -95,17 +99,17 @@ def best_interval_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
 
 
 def shares(interval_seconds: float, costs: Costs, mtbf_seconds: float) -> Shares:
-    """Return where the time goes in the long run, at a fixed interval (see the top). Raises IntervalError.
+    """Return where the time goes in the long run at a fixed interval, but no shorter than a save takes.
 
-    The interval is at least what a save takes: the next one waits for it.
+    Raises: IntervalError.
     """
     check_positive("shares", "interval_seconds", interval_seconds)
     check_positive("shares", "mtbf_seconds", mtbf_seconds)
     mean, stall = mtbf_seconds, costs.stall_seconds
     interval = max(interval_seconds, costs.settled_seconds)
-    rounds = _rounds(interval / mean)
-    exists = math.exp(-costs.settled_seconds / mean)
-    lasts = ((interval - stall) * rounds + stall * math.exp(-interval / mean)) * exists
+    # The mean number of intervals that pass before a failure: 1 / (e^(T/M) - 1).
+    rounds = 1 / math.expm1(interval / mean) if interval / mean < 700 else 0.0
+    lasts = ((interval - stall) * rounds + stall * math.exp(-interval / mean)) * math.exp(-costs.settled_seconds / mean)
     # Of a stall that a failure cuts short, the mean of what had passed counts.
     stalled = rounds * mean * -math.expm1(-stall / mean)
     up = math.exp(-costs.restart_seconds / mean)
@@ -116,18 +120,13 @@ def shares(interval_seconds: float, costs: Costs, mtbf_seconds: float) -> Shares
 def goodput_with_memory(
     interval_seconds: float, costs: Costs, memory: InMemory, mtbf_seconds: float, survived: float
 ) -> float:
-    """Return the share of the time that is training that lasts, where memory survives `survived` of the failures.
+    """Return the share of time that is training that lasts, if memory survives `survived` of the failures.
 
-    A little more than `simulation` plays where nothing is flushed: what one failure left in memory alone, another one
-    may take. Raises IntervalError.
+    A little more than `simulation` plays if nothing is flushed: what one failure left in memory alone, the next may
+    take. Raises: IntervalError.
     """
-    away, disk = costs.restart_seconds, shares(interval_seconds, replace(costs, restart_seconds=0), mtbf_seconds)
+    disk = shares(interval_seconds, replace(costs, restart_seconds=0), mtbf_seconds)
     near = shares(memory.interval_seconds, replace(memory.costs, restart_seconds=0), mtbf_seconds)
     up = survived * math.exp(-memory.costs.restart_seconds / mtbf_seconds)
-    up += (1 - survived) * math.exp(-away / mtbf_seconds)
+    up += (1 - survived) * math.exp(-costs.restart_seconds / mtbf_seconds)
     return up * (survived * near.good * (1 - disk.stalled) + (1 - survived) * disk.good * (1 - near.stalled))
-
-
-def _rounds(x: float) -> float:
-    """1 / (e^x - 1): the mean number of intervals of length x that are over before an exponential of mean 1 is."""
-    return 1 / math.expm1(x) if x < 700 else 0.0

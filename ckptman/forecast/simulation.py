@@ -18,9 +18,11 @@ from ckptman.policies.parameters import check_positive
 
 @dataclass(frozen=True)
 class Played:
-    """What became of the time. All in seconds but the counts; `good`, `lost`, `stalled` and `restarting` add up to
-    `seconds`. `failures`: those that hit, during a restart too. `interval`: the one that was played, no shorter than a
-    save. `saves`: to disk and to memory."""
+    """Where the time went: `good`, `lost`, `stalled` and `restarting` add up to `seconds`.
+
+    `interval_seconds`: as played, no shorter than a save. `failures`: those that hit, during a restart too. `saves`: to
+    disk and to memory.
+    """
 
     interval_seconds: float
     seconds: float
@@ -120,21 +122,7 @@ def _saved_after(up: float, interval: float, stall: float, settled: float) -> fl
     return interval + (kept - 1) * (interval - stall) if kept else None
 
 
-def play_all(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, interval_seconds: float) -> Played:
-    """Play several runs of `seconds`, each with failures of its own, and add them up."""
-    return add_up([play(failures, seconds, costs, interval_seconds) for failures in runs])
-
-
 def add_up(runs: Sequence[Played]) -> Played:
     """Add up runs that were played at the same interval."""
     sums = {part.name: sum(getattr(one, part.name) for one in runs) for part in fields(Played)}
     return Played(**sums | {"interval_seconds": runs[0].interval_seconds})
-
-
-def play_grid(
-    runs: Sequence[Sequence[float]], seconds: float, costs: Costs, shortest: float, longest: float, points: int
-) -> list[Played]:
-    """Play intervals between two bounds, each a fixed factor longer than the one before. Raises IntervalError."""
-    check_positive("play_grid", "shortest", shortest)
-    factor = max(longest / shortest, 1.0001) ** (1 / (points - 1))
-    return [play_all(runs, seconds, costs, shortest * factor**number) for number in range(points)]

@@ -17,7 +17,6 @@ import typer
 from ckptman import __version__
 from ckptman.cli.app import _VERBS, make_app
 from tests.cli.test_json import GOLDEN
-from tests.cli.test_plan import CONFIG
 from tests.helpers.checkpoints import commit
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.journals import make_root
@@ -127,7 +126,7 @@ LIGHT = [
     *("doctor --timeout 60 --json", "doctor root --size 1MiB", "template lumi"),
 ]
 WITH_NUMPY = [
-    *("show root", "verify root --all", "copy root copy", "memory flush root --path shm", "plan --config run.toml"),
+    *("show root", "verify root --all", "copy root copy", "memory flush root --path shm"),
     "report root --no-slurm --html page.html",
 ]
 """The chunk table, which tells where tensors lie, is an array."""
@@ -139,7 +138,6 @@ def test_looking_needs_no_torch_and_no_rich(commands, loaded, tmp_path):
     make_root(tmp_path / "root", run.events, [1])
     commit(tmp_path / "root", 2, metrics={"loss": 1.0})
     nodes_with(tmp_path, 120, {"a": range(4)})
-    (tmp_path / "run.toml").write_text(CONFIG)
     environ = {**os.environ, "SLURMD_NODENAME": "a", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", WITHOUT_TORCH, *commands]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environ)

@@ -1,4 +1,4 @@
-"""What a failure costs by each way to go on, and what checkpoints in memory take: as the code that saves takes it."""
+"""What a failure costs by each way to resume, and what checkpoints in memory take: as the code that saves takes it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,36 +10,35 @@ from hypothesis import strategies as st
 from ckptman.engine.comm.peers import Place, receivers
 from ckptman.engine.saving import memory_saves
 from ckptman.engine.saving.part_exchange import PartExchange
-from ckptman.errors import IntervalError
 from ckptman.forecast.failure_costs import (
     DISK_ALONE,
     IN_PLACE,
     RECEIVED,
     SLOTS,
     WITH_MEMORY,
-    Nodes,
     failure_figures,
-    node_figures,
+    memory_figures,
 )
 from ckptman.forecast.goodput import Costs, shares
-from ckptman.forecast.save_costs import Life, Saving, TierRates, tier_figures
-from ckptman.policies import CostShare, EverySeconds, EverySteps
+from ckptman.forecast.save_costs import tier_figures
+from ckptman.forecast.scenario import Memory, Model
 from ckptman.storage.io.durable_files import DISK
+from tests.helpers.planned_run import GB, TIER, scenario
 
-GB = 10**9
-SAVING = Saving(total_bytes=64 * GB, largest_bytes=2 * GB, staging_bytes_per_second=10e9)
-LIFE = Life(init_seconds=600, mtbf_seconds=4 * 3600, notice_seconds=30, queue_seconds=1800)
-NODES = Nodes(count=4, ranks=8, exchange_bytes_per_second=4e9)
+MEMORY = Memory(None, 2, 4e9, None, 0.9, None)
 
 
 def by_name(figures):
     return {each.name: each.value for each in figures}
 
 
-def costs(nodes=NODES, life=LIFE, in_place=None, survived=0.9):
-    disk = {each.name: each for each in tier_figures(TierRates("scratch", 1e9, 2e9, "1 GB/s"), SAVING, life)}
-    taken = {each.name: each for each in node_figures(nodes, SAVING, CostShare(), None)}
-    found = failure_figures(disk, taken, life, in_place, survived)
+def in_memory(memory=MEMORY, **changes):
+    return by_name(memory_figures(scenario(**changes), memory).values())
+
+
+def costs(memory=MEMORY, **changes):
+    planned = scenario(notice_seconds=30.0, **{"queue_seconds": 1800.0, **changes})
+    found = failure_figures(planned, memory, tier_figures(planned, TIER), memory_figures(planned, memory))
     return {name: by_name(figures) for name, figures in found.items()}
 
 
@@ -53,26 +52,24 @@ def test_a_node_needs_what_saves_to_memory_ask_for():
         for rank in range(ranks):
             exchange = PartExchange(SimpleNamespace(rank=rank), Path("/nowhere"), peers, DISK)
             of_rank.append(SLOTS * part + exchange.needs_bytes([part] * len(places)))
-        saving = Saving(part * len(places), part, 1.0)
-        told = by_name(node_figures(Nodes(nodes, ranks, 1.0, copies), saving, CostShare(), None))
+        model = Model("", part * len(places), part * len(places), 0)
+        told = in_memory(Memory(None, copies, 1.0, None, 0.9, None), model=model, nodes=nodes, gpus_per_node=ranks)
         assert told["of_a_node"] == sum(of_rank) == (SLOTS + RECEIVED * (copies - 1)) * ranks * part
 
 
 def test_the_interval_in_memory_costs_one_percent_and_is_no_shorter_than_the_exchange():
-    told = by_name(node_figures(NODES, SAVING, CostShare(), None))
+    told = in_memory()
     assert (told["stall"], told["exchange"], told["counts_after"]) == (0.2, 4.0, 4.2)
     assert (told["interval"], told["stalled"]) == (20.0, 0.01)
-    slow = Nodes(4, 8, exchange_bytes_per_second=0.5e9)
-    assert by_name(node_figures(slow, SAVING, CostShare(), None))["interval"] == pytest.approx(32.2)
-    assert by_name(node_figures(NODES, SAVING, EverySeconds(60), None))["interval"] == 60
-    assert by_name(node_figures(NODES, SAVING, EverySteps(10), 2.5))["interval"] == 25
-    assert by_name(node_figures(NODES, SAVING, EverySteps(1), 2.5))["interval"] == pytest.approx(4.2)
-    assert by_name(node_figures(NODES, SAVING, CostShare(), 300.0))["interval"] == 300  # a step
-    alone = by_name(node_figures(Nodes(1, 8, 4e9), SAVING, CostShare(), None))
+    assert in_memory(Memory(None, 2, 0.5e9, None, 0.9, None))["interval"] == pytest.approx(32.2)
+    assert in_memory(Memory(60.0, 2, 4e9, None, 0.9, None))["interval"] == 60
+    assert in_memory(Memory(2.5, 2, 4e9, None, 0.9, None))["interval"] == pytest.approx(4.2)
+    assert in_memory(step_seconds=300.0)["interval"] == 300
+    alone = in_memory(model=Model("", 16 * GB, 16 * GB, 0), nodes=1)
     assert (alone["copies"], alone["exchange"], alone["of_a_node"]) == (1, 0, SLOTS * 8 * 2 * GB)
 
 
-def test_what_a_failure_costs_is_half_an_interval_and_what_passes_until_it_trains_again():
+def test_a_failure_costs_half_an_interval_and_what_passes_until_it_trains_again():
     found = costs()
     disk, memory, in_place = (found[name] for name in (DISK_ALONE, WITH_MEMORY, IN_PLACE))
     save, load, stall = 64, 32, 0.2
@@ -85,45 +82,36 @@ def test_what_a_failure_costs_is_half_an_interval_and_what_passes_until_it_train
         assert each["lost_per_failure"] == pytest.approx(20 / 2 + 4.2, rel=0.02)
     for each in found.values():
         assert each["cost_per_failure"] == each["lost_per_failure"] + each["restart"]
-    assert costs(in_place=45)[IN_PLACE]["restart"] == 45
-    assert costs(in_place=45)[IN_PLACE]["goodput"] > in_place["goodput"] > disk["goodput"]
+    faster = costs(Memory(None, 2, 4e9, 45.0, 0.9, None))[IN_PLACE]
+    assert faster["restart"] == 45
+    assert faster["goodput"] > in_place["goodput"] > disk["goodput"]
 
 
-def test_disk_alone_is_what_the_tier_says_with_the_queue():
-    figures = by_name(tier_figures(TierRates("scratch", 1e9, 2e9, "1 GB/s"), SAVING, LIFE))
-    disk = costs()[DISK_ALONE]
-    assert disk["goodput"] == figures["goodput"]
-    assert disk["goodput"] == shares(figures["interval"], Costs(0.2, 64, 2462), LIFE.mtbf_seconds).good
-    # Rules that go by what a run measures of its start know nothing of the queue.
-    without = by_name(tier_figures(TierRates("scratch", 1e9, 2e9, "1 GB/s"), SAVING, Life(600, 4 * 3600)))
+def test_the_queue_costs_goodput_and_changes_no_rule_that_a_run_measures_for_itself():
+    planned = {queue: tier_figures(scenario(queue_seconds=queue), TIER) for queue in (0.0, 1830.0)}
+    without, figures = (by_name(each.values()) for each in planned.values())
+    assert costs()[DISK_ALONE]["goodput"] == figures["goodput"] < without["goodput"]
+    assert figures["goodput"] == shares(figures["interval"], Costs(0.2, 64, 2462), 4 * 3600).good
     for name in ("interval_by_init", "interval_by_daly", "interval", "lost_per_failure"):
-        assert figures[name] == pytest.approx(without[name])
-    assert figures["goodput"] < without["goodput"]
+        assert figures[name] == without[name]
 
 
 @settings(max_examples=60, deadline=None, print_blob=True)
 @given(
-    life=st.builds(
-        Life, st.just(600), st.floats(60, 1e7), notice_seconds=st.floats(0, 600), queue_seconds=st.floats(0, 1e5)
+    mtbf=st.floats(60, 1e7),
+    queue=st.floats(0, 1e5),
+    memory=st.builds(
+        Memory,
+        st.none() | st.floats(1, 1e4),
+        st.integers(1, 4),
+        st.just(4e9),
+        st.none() | st.floats(0, 1e4),
+        st.floats(0, 1),
+        st.none(),
     ),
-    in_place=st.none() | st.floats(0, 1e4),
-    survived=st.floats(0, 1),
-    copies=st.integers(1, 4),
 )
-def test_shares_are_shares(life, in_place, survived, copies):
-    for each in costs(Nodes(4, 8, 4e9, copies), life, in_place, survived).values():
+def test_shares_are_shares(mtbf, queue, memory):
+    for each in costs(memory, mtbf_seconds=mtbf, queue_seconds=queue).values():
         assert 0 <= each["goodput"] <= 1
         assert each["lost_per_failure"] >= 0
         assert each["restart"] >= 0
-
-
-@pytest.mark.parametrize(
-    ("exchange", "copies", "told"),
-    [
-        (1e9, 0, "--copies must be a whole number of at least 1"),
-        (0.0, 2, "--exchange must be a finite number above 0"),
-    ],
-)
-def test_what_cannot_be(exchange, copies, told):
-    with pytest.raises(IntervalError, match=told):
-        node_figures(Nodes(2, 1, exchange, copies), SAVING, CostShare(), None)

@@ -19,7 +19,7 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.engine.comm.control_group import AllRanks, Channel, Contribution, failing_as_one
-from ckptman.engine.state.file_layout import Layout, Placed, in_order
+from ckptman.engine.state.file_layout import LARGE_BYTES, Layout, Placed, in_order
 from ckptman.engine.state.local_shards import (
     Box,
     Shared,
@@ -32,7 +32,6 @@ from ckptman.engine.state.local_shards import (
 )
 from ckptman.engine.state.named_state import Snapshot
 from ckptman.errors import ConfigError
-from ckptman.forecast.checkpoint_size import LARGE_BYTES
 from ckptman.storage.format.chunk_table import Rows
 
 Path = tuple[str | int, ...]

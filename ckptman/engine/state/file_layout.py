@@ -24,11 +24,13 @@ from typing import Any, BinaryIO
 import torch
 
 from ckptman.engine.state.accelerators import buffer_if_any, give_buffer, on_device, record
-from ckptman.forecast.checkpoint_size import LARGE_BYTES, SMALL_ALIGN_BYTES
 from ckptman.storage.format.torch_zip import data_at, data_start, records
 from ckptman.storage.io.threads import ALIGN_BYTES
 from ckptman.storage.io.writer_process import Shared
 
+LARGE_BYTES = 1024 * 1024
+"""Payloads of this size and more start on a page, and tensors of this size are cut so that replicas can share them."""
+SMALL_ALIGN_BYTES = 64
 _SMALL_BYTES = 64 * 1024
 _MOST_BESIDES_BYTES = 64 * 1024 * 1024
 

@@ -15,10 +15,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckptman.engine.comm.control_group import Agreement, Failure, RankFailed, failure_of
 from ckptman.engine.saving.write_plan import Held, WritePlan, divide, plan_save, signature_of
+from ckptman.engine.state.file_layout import LARGE_BYTES
 from ckptman.engine.state.local_shards import Box
 from ckptman.engine.state.named_state import snapshot
 from ckptman.errors import ConfigError
-from ckptman.forecast.checkpoint_size import LARGE_BYTES
 from tests.helpers.ranks import run_ranks
 
 
