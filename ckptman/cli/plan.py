@@ -15,7 +15,7 @@ from ckptman.cli.plan_report import as_dict, lines, plan_of
 from ckptman.errors import ConfigError
 from ckptman.forecast.failure_costs import SURVIVED
 from ckptman.forecast.figures import Figure
-from ckptman.forecast.scenario import DTYPE_BYTES, MOST_GPUS, Memory, Model, Scenario, Tier, mtbf_figure
+from ckptman.forecast.scenario import DTYPE_BYTES, Memory, Model, Scenario, Tier, mtbf_figure
 from ckptman.policies.parameters import check_count, check_positive
 from ckptman.policies.retention_rules import KeepEvery, KeepSteps, rules_of, size_text
 
@@ -105,8 +105,9 @@ def plan(
     )
     if step_seconds is None and any(isinstance(each, KeepEvery | KeepSteps) for each in rules_of(retention)):
         raise ConfigError("a rule to keep checkpoints goes by steps: say what a step takes, as in --step 2s")
-    world = _world(nodes, gpus)
-    failures = mtbf_figure(world, rate)
+    check_count("plan", "--nodes", nodes)
+    check_count("plan", "--gpus", gpus)
+    failures = mtbf_figure(nodes * gpus, rate)
     if mtbf is not None:
         failures = Figure("mtbf", parse_seconds("--mtbf", mtbf), "seconds", "as given")
     of_memory = (memory_interval, copies, exchange, host_memory, restart_in_place, survived)
@@ -127,7 +128,7 @@ def plan(
         model=_model(params, model, dtype, moments, moment_dtype),
         nodes=nodes,
         gpus_per_node=gpus,
-        tiers=_tiers(tier or [], nodes, world),
+        tiers=_tiers(tier or [], nodes, nodes * gpus),
         staging_bytes_per_second=parse_rate("--staging", staging),
         blocking=blocking,
         init_seconds=parse_seconds("--init", init),
@@ -160,17 +161,6 @@ def _model(params: str | None, model: str | None, dtype: str | None, moments: in
     count, dtype = options.parse_count("--params", params), dtype or "float32"
     moment = moments * DTYPE_BYTES[moment_dtype or dtype]
     return Model(f"{count:,} parameters in {dtype}", count, count * DTYPE_BYTES[dtype], count * moment)
-
-
-def _world(nodes: int, gpus: int) -> int:
-    """Return the number of GPUs. Raises: ConfigError, IntervalError."""
-    for name, value in (("--nodes", nodes), ("--gpus", gpus)):
-        check_count("plan", name, value)
-        if value > MOST_GPUS:
-            raise ConfigError(f"{name}: at most {MOST_GPUS:,}, not {value}")
-    if nodes * gpus > MOST_GPUS:
-        raise ConfigError(f"{nodes * gpus:,} GPUs are more than any machine has: at most {MOST_GPUS:,}")
-    return nodes * gpus
 
 
 def _memory_interval(written: str, step_seconds: float | None) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ckptman.cli import console
@@ -30,10 +30,10 @@ class Plan:
 
     scenario: Scenario
     failures: Figure
-    host: Figure
+    host: list[Figure]
     tiers: list[tuple[Tier, Figures]]
-    in_memory: Figures
-    ways: dict[str, list[Figure]]
+    in_memory: Figures = field(default_factory=dict)
+    ways: dict[str, list[Figure]] = field(default_factory=dict)
 
     @property
     def best(self) -> tuple[Tier, Figures]:
@@ -44,41 +44,40 @@ class Plan:
 def plan_of(scenario: Scenario, failures: Figure) -> Plan:
     """Work a scenario out. Raises: ConfigError, IntervalError."""
     ranks, part = scenario.gpus_per_node, scenario.rank_bytes
-    copies = 0 if scenario.blocking else ranks * part
     words = f"{ranks} GPUs of a node x {part:,} B: their private copies"
-    host = Figure("host_copy_of_a_node", copies, "bytes", words)
-    made = Plan(scenario, failures, host, [(each, tier_figures(scenario, each)) for each in scenario.tiers], {}, {})
-    if scenario.in_memory is not None:
-        made.in_memory.update(memory_figures(scenario, scenario.in_memory))
-        made.ways.update(failure_figures(scenario, scenario.in_memory, made.best[1], made.in_memory))
-    return made
+    host = [] if scenario.blocking else [Figure("host_copy_of_a_node", ranks * part, "bytes", words)]
+    tiers = [(tier, tier_figures(scenario, tier)) for tier in scenario.tiers]
+    made = Plan(scenario, failures, host, tiers)
+    if scenario.in_memory is None:
+        return made
+    in_memory = memory_figures(scenario, scenario.in_memory)
+    ways = failure_figures(scenario, scenario.in_memory, made.best[1], in_memory)
+    return replace(made, in_memory=in_memory, ways=ways)
 
 
 def lines(made: Plan, explain: bool) -> list[str]:
     """Return the plan for people."""
     scenario = made.scenario
     lines = [f"{console.plain(scenario.model.title)}, {console.count(scenario.gpus, 'GPU')}", ""]
-    sizes = [(each.name.replace("_", " "), each.text) for each in (*scenario.size.values(), made.host)]
+    sizes = [(each.name.replace("_", " "), each.text) for each in (*scenario.size.values(), *made.host)]
     lines += console.table(("checkpoint", "size"), sizes, right="size")
     for headers in (_SAVES, _INTERVALS):
         names = [_NAMES.get(each, each) for each in headers[1:]]
         cells = [(console.plain(tier.name), *(figures[name].text for name in names)) for tier, figures in made.tiers]
         lines += ["", *console.table(headers, cells, right=_RIGHT, drop=_DROPPED)]
-    if made.scenario.in_memory is not None:
+    if scenario.in_memory is not None:
         cells = [(name, *(each.text for each in figures)) for name, figures in made.ways.items()]
-        lines += ["", *console.table(_FAILURES, cells, right=_RIGHT), *_memory_remarks(made, made.scenario.in_memory)]
-    lines += [
-        "",
-        f"failures: one in {made.failures.text} ({made.failures.formula.partition('  [')[0]})",
-        *_advice(made),
-    ]
+        lines += ["", *console.table(_FAILURES, cells, right=_RIGHT), *_memory_remarks(made, scenario.in_memory)]
+    counted = made.failures.formula.partition("  [")[0]
+    lines += ["", f"failures: one in {made.failures.text} ({counted})", *_advice(made)]
     for title, figures in _sections(made) if explain else ():
-        lines += ["", title, *(f"  {each.name.replace('_', ' ')} = {each.text}: {each.formula}" for each in figures)]
+        named = ((each.name.replace("_", " "), each) for each in figures)
+        lines += ["", title, *(f"  {name} = {each.text}: {console.plain(each.formula)}" for name, each in named)]
     return lines
 
 
 def _sections(made: Plan) -> Iterator[tuple[str, Iterable[Figure]]]:
-    yield "checkpoint", (*made.scenario.size.values(), made.host)
+    yield "checkpoint", (*made.scenario.size.values(), *made.host)
     yield "failures", [made.failures]
     if made.ways:
         yield "in memory", made.in_memory.values()
@@ -98,7 +97,7 @@ def as_dict(made: Plan, explain: bool) -> dict[str, Any]:
     found = asdict(scenario) | {
         "retention": None if scenario.retention is None else str(scenario.retention),
         "checkpoint": values(scenario.size.values()),
-        "memory": values([made.host]),
+        "memory": values(made.host),
         "failures": values([made.failures]),
         "tiers": [{"name": tier.name, **values(figures.values())} for tier, figures in made.tiers],
     }

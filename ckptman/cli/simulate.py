@@ -43,9 +43,7 @@ _DROPPED = ("9 of 10 runs", "saves", "restarting", "stalled", "of the best")
 def simulate(
     stall: Annotated[str | None, option("--stall", "TIME", "How long a save blocks training (5s).", "Costs")] = None,
     save: Annotated[str | None, option("--save", "TIME", "Until a save is durable (60s, or as --stall).")] = None,
-    restart: Annotated[
-        str | None, option("--restart", "TIME", "From a failure until training resumes (20min).")
-    ] = None,
+    restart: Annotated[str | None, option("--restart", "TIME", "From a failure to training again (20min).")] = None,
     mtbf: Annotated[
         str | None, option("--mtbf", "TIME", "Mean time between failures, which come at random.", "Failures")
     ] = None,
@@ -58,13 +56,9 @@ def simulate(
     length: Annotated[str | None, option("--length", "TIME", "Length of a run (30d, or all of a trace).")] = None,
     runs: Annotated[int | None, option("--runs", "N", "Number of runs (enough for 5,000 failures).")] = None,
     seed: Annotated[int, option("--seed", "N", "Seed of the random failures (1).")] = 1,
-    interval: Annotated[
-        list[str] | None, option("--interval", "TIME", "Another interval to play. Can be given several times.")
-    ] = None,
+    interval: Annotated[list[str] | None, option("--interval", "TIME", "Play this too. Can be repeated.")] = None,
     memory: MemoryOption = False,
-    memory_interval: Annotated[
-        str | None, option("--memory-interval", "TIME", "How often (as costs 1 % of the time).")
-    ] = None,
+    memory_interval: Annotated[str | None, option("--memory-interval", "TIME", "How often (at a cost of 1 %).")] = None,
     memory_save: Annotated[
         str | None, option("--memory-save", "TIME", "Until a checkpoint in memory counts (10s, or as --stall).")
     ] = None,
@@ -118,18 +112,19 @@ def simulate(
     ways: dict[str, InMemory] = {}
     if memory or any(each is not None for each in (memory_interval, memory_save, restart_in_place, survived)):
         ways = _in_memory(costs, memory_interval, memory_save, restart_in_place)
-    for name, way in ways.items():
+    for name, near in ways.items():
         generator = random.Random(f"survived {seed}")
         lasts = [[generator.random() < share for _ in each] for each in failures]
-        runs_of = [play(each, seconds, costs, derived, way, of) for each, of in zip(failures, lasts)]
+        runs_of = [play(each, seconds, costs, derived, near, of) for each, of in zip(failures, lasts)]
         found.append(_yield(name, runs_of, best))
+    told = [_way(name, way) for name, way in ways.items()]
     many = sum(map(len, failures))
     if as_json:
         made = {"mtbf_seconds": mean, **asdict(costs), "run_seconds": seconds, "runs": len(failures)}
         made |= {"seed": seed if recorded is None else None, "failures": many, "policies": found}
         made["curve"] = [{"interval_seconds": each.interval_seconds, "goodput": each.goodput} for each in curve]
         if ways:
-            made["memory"] = {"survived": share, "ways": [_way(name, way) for name, way in ways.items()]}
+            made["memory"] = {"survived": share, "ways": told}
         console.say_json(made)
         return
     s, d, r = map(time_text, asdict(costs).values())
@@ -138,11 +133,10 @@ def simulate(
         f"{words}; a save blocks {s} and is durable after {d}; a restart takes {r}",
         f"{console.count(len(failures), 'run')} of {time_text(seconds)}, {console.count(many, 'failure')} ({origin})",
     ]
-    for name, way in ways.items():
-        often, counts, away = (time_text(each) for each in list(_way(name, way).values())[1:])
-        lines.append(
-            f"{name}: every {often}, counts after {counts}; {100 * share:.3g} % of the failures restart in {away}"
-        )
+    for way in told:
+        often, counts, away = (time_text(way[f"{each}_seconds"]) for each in ("interval", "counts", "restart"))
+        restarts = f"{100 * share:.3g} % of the failures restart in {away}"
+        lines.append(f"{way['name']}: every {often}, counts after {counts}; {restarts}")
     rows = console.table(_HEADERS, map(_row, found), right=" ".join(_HEADERS[1:-2]), drop=_DROPPED)
     console.say(*lines, "", *rows)
 

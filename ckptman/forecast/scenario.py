@@ -12,7 +12,6 @@ from ckptman.policies.retention_rules import RetentionPolicy
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 MOST_GPUS = 200_000
-"""More than any machine has."""
 IN_MEMORY = ("shm", "ram", "tmpfs", "memory", "dev-shm")
 
 _RULE_SOURCE = "the rule of thumb of teams on Leonardo, LUMI and SuperPOD, 2024: 7B at 16 bit is 70 GB"
@@ -144,7 +143,7 @@ def mtbf_figure(gpus: int, rate: str) -> Figure:
     """
     check_count("failures", "--gpus", gpus)
     if gpus > MOST_GPUS:
-        raise ConfigError(f"--gpus: at most {MOST_GPUS:,}, more than any machine has")
+        raise ConfigError(f"{gpus:,} GPUs are more than any machine has: at most {MOST_GPUS:,}")
     if rate not in RATES:
         raise ConfigError(
             f"no published rate {rate!r}; there are {', '.join(RATES)}; or give your own mean time with --mtbf"

@@ -57,7 +57,9 @@ def test_the_scenario_is_echoed(planned):
 
 
 def test_each_number_of_a_tier_follows_from_the_others(planned):
-    (tier,) = planned(*SEVEN, "--mtbf", "3h", "--init", "10min", "--blocking", "--tier", "a=2GB/s")["tiers"]
+    made = planned(*SEVEN, "--mtbf", "3h", "--init", "10min", "--blocking", "--tier", "a=2GB/s")
+    (tier,) = made["tiers"]
+    assert made["memory"] == {}  # no private copies
     assert tier["stall_seconds"] == tier["save_seconds"] == 35
     assert tier["restart_seconds"] == 600 + 35
     assert tier["interval_by_init_seconds"] == 4 * 635
@@ -103,15 +105,7 @@ def test_a_model_of_this_folder(tmp_path, monkeypatch, planned, ends):
 
 def test_every_number_is_explained(planned, ends):
     explained = ends(0, *SEVEN, "--keep-last", "3", "--memory", "--explain").out.partition("\ncheckpoint\n")[2]
-    for words in (
-        "rule = 70 GB: 5 x 7,000,000,000 parameters x 2 B",
-        "save = 35 s: 70 GB / 2 GB/s",
-        "419 unexpected interruptions in 54 days on 16,384 GPUs",
-        "arXiv 2407.21783",
-        "warning = 120 s: 1.5 x 35 s",
-        "HKUST",
-        "8.4 % came from switches and cables",
-    ):
+    for words in ("arXiv 2407.21783", "warning = 120 s: 1.5 x 35 s", "HKUST", "8.4 % came from switches and cables"):
         assert words in explained
     made = planned(*SEVEN, "--keep-last", "3", "--memory", "--explain")
     sections = [made[name] for name in ("checkpoint", "memory", "failures", "memory_tier")]
@@ -199,14 +193,11 @@ def test_memory_is_planned_if_any_of_its_options_is_given(planned):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("--host-memory 1TB", "memory of a node for it: 65.62 GB of 1 TB\n"),
         ("--host-memory 100GB", "65.62 GB of 100 GB; /dev/shm has half of that, unless"),
         ("--host-memory 64GB", "65.62 GB, which does not fit in 64 GB"),
         ("--memory", "memory of a node for it: 65.62 GB\n"),
-        ("--memory", "survives the loss of any one node: 90 % of the failures"),
         ("--copies 3", "survives the loss of any 2 nodes"),
         ("--memory --nodes 1", "survives that of processes alone"),
-        ("--memory", "with memory alone less of the time is training that lasts"),
         ("--memory --explain", "of a node = 65.62 GB: (3 slots + 2 x 1 received) x 8 ranks x 1.641 GB"),
         ("--memory --explain", "restart = 52.8 min: flush 84 s + queue 30 min + init 20 min + load 84 s"),
     ],

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -16,8 +17,6 @@ from ckptman.policies.intervals import daly_interval_seconds
 SEED = 20_240
 FAILURES = 4_000
 HOUR, MINUTE = 3600.0, 60.0
-
-quick = settings(max_examples=100, deadline=None, print_blob=True)
 
 
 def best_of(failures, costs, shortest, longest):
@@ -73,7 +72,7 @@ def test_playing_from_failure_to_failure_is_playing_second_by_second(seed):
         assert played.failures == len(failures)
 
 
-@quick
+@settings(max_examples=100, deadline=None, print_blob=True)
 @given(
     gaps=st.lists(st.tuples(st.floats(0, 5_000), st.booleans()), max_size=30),
     stall=st.floats(0, 300),
@@ -102,13 +101,9 @@ def test_all_time_is_accounted_for(gaps, stall, more, restart, interval, near, s
         assert lost.good_seconds == pytest.approx(alone.good_seconds, abs=1e-6)
 
 
-def test_no_failure_loses_nothing_but_the_stalls():
+def test_the_first_save_and_the_last_failure_count():
     played = play([], 1000.0, Costs(10, 20, 600), 100.0)
-    assert (played.good_seconds, played.lost_seconds, played.stalled_seconds) == (910.0, 0.0, 90.0)
     assert played.saves == 10  # the last one begins at the end, and blocks nothing any more
-
-
-def test_a_failure_at_the_end_counts_and_loses():
     costs = Costs(0, 0, 5)
     played = play([40.0, 100.0], 100.0, costs, 30.0)
     assert (played.failures, played.good_seconds, played.lost_seconds) == (2, 30 + 30, 10 + 25)
@@ -184,22 +179,6 @@ def test_the_shares_are_the_means_of_what_is_played(mtbf, stall, restart):
     assert played.lost_seconds / hit_training == pytest.approx(told.lost_per_failure_seconds, rel=0.05)
 
 
-@quick
-@given(stall=st.floats(1e-3, 1e4), mtbf=st.floats(1, 1e8))
-def test_no_other_interval_yields_more_than_the_best(stall, mtbf):
-    best = best_interval_seconds(stall, mtbf)
-    assert best > stall
-    if best / mtbf > 30:
-        return  # a save takes longer than the machine ever lives
-
-    def yields(interval):  # of saves that follow each other from the first moment on (Daly's model)
-        return (interval - stall) / mtbf / math.expm1(interval / mtbf)
-
-    for factor in (0.5, 0.9, 1.1, 2.0):
-        if best * factor > stall:
-            assert yields(best) >= yields(best * factor) * (1 - 1e-9)
-
-
 def test_young_is_the_limit_of_the_best_interval():
     assert best_interval_seconds(1, 1e10) == pytest.approx(young(1, 1e10), rel=1e-4)
     assert best_interval_seconds(0, 1e4) == 0
@@ -242,8 +221,6 @@ def test_the_goodput_with_memory_is_what_is_played(mean, flushed, share):
     told = goodput_with_memory(interval, costs, memory, mean, share)
     assert told == pytest.approx(played.goodput, rel=0.02)
     assert told >= shares(interval, costs, mean).good or flushed
-
-
-def test_without_memory_the_goodput_is_that_of_the_disk():
-    costs, memory = Costs(2, 60, 1800), InMemory(Costs(0, 0, 90), 100)
-    assert goodput_with_memory(400, costs, memory, HOUR, 0.0) == pytest.approx(shares(400, costs, HOUR).good)
+    assert goodput_with_memory(interval, costs, replace(memory, costs=Costs(0, 0, 90)), mean, 0.0) == pytest.approx(
+        shares(interval, costs, mean).good
+    )
