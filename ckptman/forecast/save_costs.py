@@ -32,7 +32,7 @@ SHORTEST_LIMIT_SECONDS = 600.0
 """Slurm checks every 30 seconds and may warn a minute early, so it would warn a shorter job as soon as it starts."""
 _CHECK_SECONDS, _FULL_SECONDS = 30, 30
 _DAY = 86_400
-_MOST_SAVES = 250_000
+_MOST_RECORDS = 1_000_000
 _BAD_DAY = 1_801_439_999
 """The end of Sunday, 31 January 2027 (UTC): of an hour, a day, a week and a month at once, before a short month."""
 
@@ -150,14 +150,14 @@ def _most_kept(rules: tuple[RetentionPolicy, ...], saves: int, interval: float, 
     The first or the last save ends a day, a week or a month, whichever keeps more. The best by each metric are assumed
     to be saves that no other rule keeps.
     """
-    if saves > _MOST_SAVES:
+    starts = [_BAD_DAY - interval]
+    if any(isinstance(rule, KeepByPeriod) for rule in rules):
+        starts = [_BAD_DAY + day * _DAY - at for day in range(7) for at in (interval, saves * interval)]
+    if saves * len(starts) > _MOST_RECORDS:
         raise ConfigError(f"{saves:,} saves are too many to plan what rules keep of them: give a shorter --length")
     times = {max(number, round(number * interval / step)): number * interval for number in range(1, saves + 1)}
     named = {named for rule in rules if isinstance(rule, KeepSteps) for named in rule.steps}
     times |= {each: each * step for each in named if each <= saves * interval / step}
-    starts = [_BAD_DAY - interval]
-    if any(isinstance(rule, KeepByPeriod) for rule in rules):
-        starts = [_BAD_DAY + day * _DAY - at for day in range(7) for at in (interval, saves * interval)]
     most = 0
     for begun in starts:
         records = [Record(each, number, begun + times[each], 1, {}) for number, each in enumerate(sorted(times))]

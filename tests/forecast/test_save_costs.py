@@ -102,9 +102,10 @@ def test_what_is_there_besides_the_kept_is_counted():
     assert disk(KeepLast(2), 1000.0)[:2] == (1, 1)
 
 
-def test_too_many_saves_are_refused_with_a_remedy():
-    with pytest.raises(ConfigError, match=r"1,000,000 saves are too many .*: give a shorter --length"):
-        disk(KeepLast(1), 900e6)
+@pytest.mark.parametrize(("policy", "saves"), [(KeepLast(1), 1_000_001), (KeepDaily(1), 71_429)])
+def test_too_many_saves_are_refused_with_a_remedy(policy, saves):
+    with pytest.raises(ConfigError, match=f"{saves:,} saves are too many .*: give a shorter --length"):
+        disk(policy, 900 * saves)
 
 
 def test_a_resumed_run_has_no_more_than_is_planned(tmp_path):
