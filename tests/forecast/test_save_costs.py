@@ -9,21 +9,8 @@ import torch
 import ckptman
 from ckptman.errors import ConfigError
 from ckptman.forecast.save_costs import tier_figures
-from ckptman.policies.retention import (
-    AtMost,
-    KeepAny,
-    KeepBest,
-    KeepDaily,
-    KeepEvery,
-    KeepHourly,
-    KeepLast,
-    KeepMonthly,
-    KeepSteps,
-    KeepWeekly,
-    KeepWithin,
-    Record,
-    plan,
-)
+from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+from ckptman.policies.retention_rules import AtMost, KeepAny, KeepBest, KeepEvery, KeepLast, KeepSteps, Record, plan
 from ckptman.storage.catalog.catalog import Catalog
 from tests.helpers.planned_run import GB, scenario
 
