@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from ckptman.tools.doctor.mount import NFS, family_of, find_mount, read_mounts
+from ckptman.storage.io.mount import NFS, family_of, find_mount, read_mounts
 from tests.helpers import forkserver
 from tests.helpers.leaks import Leaks
 

@@ -1,9 +1,8 @@
-"""`ckptman doctor [DIR]`: whether a mount keeps what saves build on, and how fast it is; or what is around the job."""
+"""`ckptman doctor [DIR]`: whether a mount is safe and how fast it is; or what is around the job."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +16,9 @@ from ckptman.engine.state.installed_torch import TorchFacts
 from ckptman.errors import CkptmanError, ConfigError
 from ckptman.policies.parameters import check_positive
 from ckptman.storage.io.isolated_process import Died, NoAnswer, run_isolated
-from ckptman.tools.doctor.examine import LEAST_BYTES, SIZE_BYTES, examine
-from ckptman.tools.doctor.finding import Finding
+from ckptman.tools.doctor.examine import SIZE_BYTES, examine
 from ckptman.tools.doctor.job_environment import survey
+from ckptman.tools.doctor.speed import LEAST_BYTES
 
 MOST_TIMEOUT_SECONDS = 86400
 SECOND_TIMEOUT_SECONDS = 30
@@ -28,7 +27,7 @@ _COLOURS = {"ok": "green", "slow": "yellow", "warning": "yellow", "FAILED": "red
 
 
 def doctor(
-    # No path to typer: it would look at the folder in this process, and hang where its file system does.
+    # No path to typer: it would look at the directory in this process, and hang with its file system.
     folder: Annotated[
         str | None,
         path_argument(
@@ -40,7 +39,7 @@ def doctor(
         option(
             "--size",
             "SIZE",
-            "Write no more than this at a time (256MiB), nor 5 % of what is free; and less than 1 MB of small files.",
+            "Most bytes to write at a time (256MiB; never over 5 % of the free space), besides 1 MB of small files.",
         ),
     ] = None,
     against: Annotated[
@@ -56,31 +55,29 @@ def doctor(
         option(
             "--second-client",
             "COMMAND",
-            'What starts a process on another node, such as "srun -w NODE -N 1 -n 1" or "ssh NODE": renames, claims '
-            "and locks are tried between this host and that one.",
+            'Starts a process on another node, such as "srun -w NODE -N 1 -n 1" or "ssh NODE": renames, claims and '
+            "locks are tried between this host and that one.",
         ),
     ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", help="Give a check up when it takes longer than this.")
-    ] = 60.0,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Time limit of each check.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """Examine a mount, or the job.
 
-    Of DIR: whether renames, fsync and claims are safe on its file system, what room there is, and how fast it is. Works
-    in a folder of its own inside DIR, and removes it. Without DIR: torch, devices, Slurm, memory and limits around this
-    process. Exit code 1: something is broken.
+    With DIR: whether its file system is safe for checkpoints (renames, fsync, claims), how much space is free, and how
+    fast it is. Works in a folder of its own inside DIR, and removes it. Without DIR: torch, devices, Slurm, memory and
+    limits around this process. Exit code 1: something is broken.
     """
     check_positive("doctor", "--timeout", timeout)
     if timeout > MOST_TIMEOUT_SECONDS:
         raise ConfigError(f"--timeout: a day at most ({MOST_TIMEOUT_SECONDS} s), not {timeout:g}")
     if folder is None and size is not None:
         raise ConfigError("--size is of the test files in a DIR: name one, as in ckptman doctor DIR --size 1GiB")
-    command = _second_command(folder, second_client, timeout)
+    command = [] if second_client is None else _second_command(folder, second_client, timeout)
     size_bytes = SIZE_BYTES if size is None else parse_size("--size", size)
     if size_bytes < LEAST_BYTES:
         raise ConfigError(f"--size: at least 1MiB, or there is nothing to measure, not {size!r}")
-    against_bytes = _against_bytes(against, timeout)
+    against_bytes = None if against is None else _against_bytes(against, timeout)
     with ending_cleanly(), status_line() as note:
         if folder is None:
             note("torch")
@@ -96,26 +93,27 @@ def doctor(
             )
     failed = [each for each in findings if each.verdict == "FAILED"]
     if as_json:
-        console.say_json(
-            {
-                "directory": folder,
-                "good": not failed,
-                "against_bytes": against_bytes,
-                "findings": [vars(each) for each in findings],
-            }
-        )
+        found = [vars(each) for each in findings]
+        console.say_json({"directory": folder, "good": not failed, "against_bytes": against_bytes, "findings": found})
     else:
-        console.say(*_table(findings, min(_LINE, console.terminal_width() or _LINE)))
+        rows = [
+            (
+                each.name,
+                console.paint(each.verdict, _COLOURS[each.verdict]) if each.verdict in _COLOURS else each.verdict,
+                console.plain(f"{each.value}; {each.advice}" if each.advice else each.value),
+            )
+            for each in findings
+        ]
+        width = min(_LINE, console.terminal_width() or _LINE)
+        console.say(*console.table(("check", "result", "what it means"), rows, width=width))
     if failed:
         what = "; ".join(f"{each.name} ({each.value}){': ' + each.advice if each.advice else ''}" for each in failed)
         where = "this job is not fit to run" if folder is None else f"{folder} is not fit to save to"
         raise CkptmanError(f"{where}: {what}")
 
 
-def _second_command(folder: str | None, written: str | None, timeout: float) -> list[str]:
+def _second_command(folder: str | None, written: str, timeout: float) -> list[str]:
     """Return the words of a command. Raises: ConfigError."""
-    if written is None:
-        return []
     if folder is None:
         raise ConfigError("--second-client looks at a DIR: name one, as in ckptman doctor DIR --second-client 'ssh n2'")
     if timeout < SECOND_TIMEOUT_SECONDS:
@@ -132,37 +130,33 @@ def _second_command(folder: str | None, written: str | None, timeout: float) -> 
     return command
 
 
-def _against_bytes(written: str | None, timeout: float) -> int | None:
-    """Return the size that was written, or that of the checkpoint there. Raises: ConfigError, NotFoundError,
-    CorruptError."""
-    if written is None:
-        return None
+def _against_bytes(written: str, timeout: float) -> int:
+    """Return a size, or the size of the checkpoint at a path. Raises: ConfigError, NotFoundError, CorruptError."""
     if is_size(written):
         return parse_size("--against", written, needs_unit=True)
+
+    def look() -> int | None:
+        path = Path(written)
+        if not written.strip() or not path.exists():
+            return None
+        if is_foreign(path):
+            return sum(each.lstat().st_size for each in path.rglob("*"))
+        return choose(path, spoilt=True)[-1].require_manifest().total_bytes
+
     try:
-        # A path may be on the very file system that hangs.
-        found = run_isolated(lambda: _checkpoint_bytes(Path(written)), timeout) if written.strip() else None
+        size = run_isolated(look, timeout)  # a path may be on the very file system that hangs
     except NoAnswer as error:
         raise CkptmanError(f"--against: {written} {error}: give its size, such as 70GB") from None
-    if found is None:
+    if size is None:
         raise ConfigError(
             f"--against: {written!r} is not a size such as 70GB or 1.5TiB, and there is no such path: give a size, or "
             f"the path of a checkpoint or a root"
         )
-    return found
-
-
-def _checkpoint_bytes(path: Path) -> int | None:
-    """Return the bytes of a checkpoint, or of the newest of a root; None where there is nothing."""
-    if not path.exists():
-        return None
-    if is_foreign(path):
-        return sum(each.lstat().st_size for each in path.rglob("*"))
-    return choose(path, spoilt=True)[-1].require_manifest().total_bytes
+    return size
 
 
 def _torch_facts(timeout: float) -> TorchFacts:
-    """Asked in a process of its own: a driver that is broken may hang whoever asks for devices."""
+    """Ask in a process of its own: a broken driver can hang whoever asks for devices."""
 
     def ask() -> TorchFacts:
         from ckptman.engine.state.installed_torch import torch_facts
@@ -175,16 +169,3 @@ def _torch_facts(timeout: float) -> TorchFacts:
         return TorchFacts(unanswered=str(error))
     except Died as error:
         return TorchFacts(problem=str(error))
-
-
-def _table(findings: Sequence[Finding], width: int) -> list[str]:
-    """Return lines of three columns: check, result, what it means."""
-    rows = [
-        (
-            each.name,
-            console.paint(each.verdict, _COLOURS[each.verdict]) if each.verdict in _COLOURS else each.verdict,
-            console.plain(f"{each.value}; {each.advice}" if each.advice else each.value),
-        )
-        for each in findings
-    ]
-    return console.table(("check", "result", "what it means"), rows, width=width)

@@ -29,7 +29,7 @@ from ckptman.policies.retention_rules import size_text
 if TYPE_CHECKING:
     from ckptman.data.loader_source import LoaderSource
     from ckptman.data.probe import Measurement, Pass, Probed
-    from ckptman.tools.doctor.mount import Family, Mount
+    from ckptman.storage.io.mount import Family, Mount
     from ckptman.train.config import Config
 
 MOST_SECONDS = 3600
@@ -233,7 +233,7 @@ def _rates(measurements: Sequence[Measurement]) -> list[tuple[int, float]]:
 
 def _place(files: Sequence[str]) -> tuple[Mount, Family] | None:
     """Return the mount that most files of the data are on; None: that is not known."""
-    from ckptman.tools.doctor.mount import family_of, find_mount, read_mounts
+    from ckptman.storage.io.mount import family_of, find_mount, read_mounts
 
     mounts = read_mounts()
     found = Counter(filter(None, (find_mount(mounts, str(Path(each).resolve())) for each in files)))

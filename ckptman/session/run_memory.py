@@ -26,7 +26,7 @@ from ckptman.storage.catalog.catalog import Entry, any_will_do, attempt_and_step
 from ckptman.storage.catalog.tier_identity import make_identity
 from ckptman.storage.format.paths import MEMORY_PATH, new_nonce
 from ckptman.storage.io.durable_files import DISK
-from ckptman.tools.doctor.mount import MEMORY, family_of, find_mount, read_mounts
+from ckptman.storage.io.mount import MEMORY, family_of, find_mount, read_mounts
 
 _AGE_SECONDS = 3600.0
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

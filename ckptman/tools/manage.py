@@ -136,9 +136,10 @@ def policy_for(root: Path, policy: RetentionPolicy | None) -> RetentionPolicy | 
     rules = policy if policy is not None else read_policy(root)
     if not needs_capacity(rules):
         return rules
-    from ckptman.tools.doctor.quota import capacity_bytes
+    from ckptman.runtime.deadline import run_command
+    from ckptman.storage.io.quota import capacity_bytes
 
-    return in_bytes(rules, capacity_bytes(root))
+    return in_bytes(rules, capacity_bytes(root, run_command))
 
 
 def carry_out(

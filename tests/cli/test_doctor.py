@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,10 @@ import ckptman.storage.io.file_writer  # noqa: F401 so that no check imports Num
 from ckptman.cli import doctor as verb
 from ckptman.cli.app import main
 from ckptman.engine.state.installed_torch import TorchFacts
+from ckptman.storage.io.mount import FAMILIES, LOCAL
 from ckptman.tools.doctor import examine as checks
-from ckptman.tools.doctor import filesystem_checks, renames
+from ckptman.tools.doctor import renames
 from ckptman.tools.doctor.finding import Finding
-from ckptman.tools.doctor.mount import FAMILIES, LOCAL
 from tests.helpers.checkpoints import commit
 from tests.helpers.forkserver import Python
 
@@ -77,14 +78,14 @@ def test_json_has_figures_with_units(tmp_path, ends):
 
 
 def test_what_failed_is_one_line_with_its_consequence(tmp_path, ends, monkeypatch):
-    def check_rename(*args):
-        return Finding("rename", "FAILED", "a folder that was renamed was seen under neither name", renames._BROKEN)
+    torn = Finding("", "FAILED", "a folder that was renamed was seen under neither name", renames.COMMITS.broken)
 
-    def check_sync(*args):
+    def check_sync(place):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(renames, "check_rename", check_rename)
-    monkeypatch.setattr(filesystem_checks, "check_sync", check_sync)
+    instead = {"rename": lambda place: torn, "fsync": check_sync}
+    changed = [replace(each, run=instead.get(each.name, each.run)) for each in checks.CHECKS]
+    monkeypatch.setattr(checks, "CHECKS", changed)
     told = ends(1, "doctor", tmp_path, *QUICK)
     assert told.err == (
         f"Error: {tmp_path} is not fit to save to: rename (a folder that was renamed was seen under neither name): "
@@ -148,7 +149,7 @@ def test_against_a_checkpoint_a_root_and_one_of_plain_dcp(tmp_path, ends):
 
 
 def test_a_checkpoint_that_does_not_answer_is_told(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(verb, "_checkpoint_bytes", lambda path: time.sleep(600))
+    monkeypatch.setattr(verb, "is_foreign", lambda path: time.sleep(600))
     assert main(["doctor", "--against", str(tmp_path), "--timeout", "0.2"]) == 1
     assert "does not answer within 0.2 s: give its size, such as 70GB" in capsys.readouterr().err
 

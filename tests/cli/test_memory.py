@@ -9,11 +9,12 @@ import psutil
 import pytest
 
 from ckptman.cli.app import main
+from ckptman.engine.state.installed_torch import TorchFacts
 from ckptman.runtime.journal import read_journal
 from ckptman.storage.catalog.backends.node_memory import NodeMemory, found_on
 from ckptman.storage.format import paths
 from ckptman.storage.format.paths import journal_path
-from ckptman.tools.doctor.job_environment import check_left_in_memory
+from ckptman.tools.doctor.job_environment import Job, check_left_in_memory
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import holds
 from tests.helpers.node_memory import hold, live_rank, memory_of, nodes_with
@@ -165,16 +166,17 @@ def test_prune_removes_what_a_run_that_is_over_left_once_the_disk_is_as_new(tmp_
 
 
 def test_doctor_tells_what_was_left_behind(tmp_path, shm):
-    assert check_left_in_memory(shm, os.environ).verdict == "ok"
+    job = Job(TorchFacts(), os.environ)
+    assert check_left_in_memory(job).verdict == "ok"
     memory = nodes_with(tmp_path, 120, {"a": range(4)})["a"]
     with live_rank(memory):
-        assert check_left_in_memory(shm, os.environ).value == "no leftovers"
-    found = check_left_in_memory(shm, os.environ)
+        assert check_left_in_memory(job).value == "no leftovers"
+    found = check_left_in_memory(job)
     assert found.verdict == "warning"
     assert found.value.endswith("left behind by 1 run")
     assert "clear --all-dead removes it" in found.advice
     memory.folder.parent.chmod(0o777)
-    assert "others may write to it" in check_left_in_memory(shm, os.environ).value
+    assert "others may write to it" in check_left_in_memory(job).value
 
 
 def test_a_root_that_never_had_anything_in_memory(tmp_path, shm, ends):

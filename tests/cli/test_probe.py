@@ -11,7 +11,7 @@ from ckptman.cli.probe import _reading_text
 from ckptman.data.probe import Measurement, Pass, Probed, Weight
 from ckptman.forecast.data_rate import Need
 from ckptman.runtime.journal import Journal
-from ckptman.tools.doctor.mount import FAMILIES, Mount
+from ckptman.storage.io.mount import FAMILIES, Mount
 from ckptman.train.dataset.tokenfile import META, TOKENS, TokenMeta
 
 PROGRAM = """

@@ -204,10 +204,10 @@ def test_a_second_prune_of_this_host_waits(root, prune, monkeypatch):
     ],
 )
 def test_without_options_the_rules_of_the_run_count(policy, options, steps, root, prune, monkeypatch):
-    from ckptman.tools.doctor import quota
+    from ckptman.storage.io import quota
 
     size = Catalog(root).entry(100).require_manifest().total_bytes
-    monkeypatch.setattr(quota, "capacity_bytes", lambda root: size * 4)
+    monkeypatch.setattr(quota, "capacity_bytes", lambda root, run: size * 4)
     write_policy(root, policy)
     assert prune(root, *options)[0] == 0
     assert kept(root) == steps

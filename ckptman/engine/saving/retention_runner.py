@@ -125,9 +125,10 @@ class RetentionRunner:
         """
         assert self._claim is not None
         if self._needs_capacity:
-            from ckptman.tools.doctor.quota import capacity_bytes
+            from ckptman.runtime.deadline import run_command
+            from ckptman.storage.io.quota import capacity_bytes
 
-            self._policy = in_bytes(self._policy, capacity_bytes(self._root))
+            self._policy = in_bytes(self._policy, capacity_bytes(self._root, run_command))
             self._needs_capacity = False
         planned = partial(plan_prune, self._root, damaged=self.damaged, wait=False, catalogue=self._catalogue)
         pending = set(self._remover.pending)  # before the folder is read: what is in it may be gone after that

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptman.engine.saving.staging import RESERVE_BYTES
 from ckptman.runtime.host_memory import spare_bytes
-from ckptman.tools.doctor.mount import MEMORY, family_of, find_mount, read_mounts
+from ckptman.storage.io.mount import MEMORY, family_of, find_mount, read_mounts
 
 
 def why_not_kept(path: Path, neighbours: int) -> str | None:

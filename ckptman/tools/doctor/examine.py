@@ -1,60 +1,85 @@
-"""What a folder's file system promises and gives, tried out: the checks of `ckptman doctor DIR`, one after the other.
+"""What a directory's file system promises and delivers, tried out: the checks of `ckptman doctor DIR`.
 
-Each runs in a process of its own and has a limit: a file system that hangs is left alone after it. They work in one
-folder of their own inside the one that is examined; it is removed at the end, whatever happens, and nothing else is
-touched.
+Each check runs in a process of its own with a time limit, so a file system that hangs cannot hang the doctor. The
+checks work in one directory of their own inside the examined one; it is removed at the end, and nothing else changes.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError, RootError
 from ckptman.policies.intervals import seconds_text
-from ckptman.runtime.deadline import run_command
 from ckptman.storage.io.durable_files import DISK, Disk
 from ckptman.storage.io.failure_cause import FULL
 from ckptman.storage.io.isolated_process import Died, NoAnswer, run_isolated
-from ckptman.tools.doctor import filesystem_checks, mount, quota, renames, second_client, speed
-from ckptman.tools.doctor.finding import Finding, Verdict, size_text, why
-from ckptman.tools.doctor.mount import family_of
+from ckptman.storage.io.mount import find_mount, mount_number, read_mounts
+from ckptman.tools.doctor import filesystem_checks, mount_checks, renames, second_client, speed
+from ckptman.tools.doctor.finding import Check, Finding, Place, Verdict, found, size_text, why
 from ckptman.tools.doctor.second_client import HERE, Second
 
 SIZE_BYTES = 256 * 1024 * 1024
 TIMEOUT_SECONDS = 60.0
-SHARE_OF_FREE = 0.05
-"""A test of bandwidth takes no more of what is free than this. The small files of the others are under 1 MB."""
-LEAST_BYTES = 1024 * 1024
 OVERHEAD = 0.05
-"""How much of the time saves that block training may take."""
+"""The share of the time that saves may block training."""
 FILES_OF_SAVE = 6
-"""What a save of one process makes and flushes: data, digests of blocks, index, chunk table, .metadata, manifest."""
+"""A save of one process makes and flushes data, block digests, index, chunk table, .metadata and manifest."""
 FOLDERS_OF_SAVE = 2
-"""Flushed by a commit: the checkpoint before it gets its name, and the root after it."""
+"""A commit flushes the checkpoint before it gets its name, and the root after it."""
 LEAST_SECONDS = 0.001
-"""Nothing here is known to less."""
+"""Shorter times are not measured."""
 MOST_SECONDS = 900.0
 """A run should save at least so often: HKUST, training of a 7B model, 2024."""
 PREFIX = ".ckptman-doctor-"
-_RESERVE_BYTES = 8 * 1024 * 1024
+REPEAT_SECONDS = 1.0
 _REMOVE_SECONDS = 10.0
-_COMMAND_SECONDS = 5.0
-_SPEED_SECONDS = 10.0
 _SHARE_OF_TIMEOUT = 1 / 6
 """No check has more than four parts."""
-REPEAT_SECONDS = 1.0
-"""For how long the checks that try something again and again do so."""
 _HUNG = "the file system does not answer any more"
-_CORE = ("writable", "rename", "replace", "fsync", "claim")
-"""What saves build on: good only when it was tried to its end."""
-
 _PER_NODE = "at the rate of this node alone: with more nodes give the share of one, and share the file system's limit"
+_REFUSED = {
+    errno.EROFS: "read-only: nothing can be saved",
+    errno.EACCES: "this user may not write here: nothing can be saved",
+    errno.EPERM: "this user may not write here: nothing can be saved",
+}
 
+
+def check_writable(place: Place) -> Finding:
+    """Make the directory of the checks."""
+    left = sorted(path.name for path in Path(place.path).glob(f"{PREFIX}*"))
+    place.disk.make_folder(place.own)
+    if not left:
+        return found("ok", "yes")
+    advice = "of a doctor that was killed: remove it by hand (or it is at work right now)"
+    return found("warning", f"yes; there is {', '.join(left)}", advice)
+
+
+CHECKS: tuple[Check[Place], ...] = (
+    Check("file system", mount_checks.check_kind),
+    Check("space", mount_checks.check_space),
+    Check("quota", mount_checks.check_quota),
+    Check("writable", check_writable, "nothing can be saved here"),
+    Check("other clients", second_client.check_clients),
+    Check("rename", partial(renames.check, renames.COMMITS), "commits are not safe here"),
+    Check("replace", partial(renames.check, renames.REPLACEMENTS), "nothing can be noted here"),
+    Check("fsync", filesystem_checks.check_sync, "nothing that is saved here is durable"),
+    Check("claim", filesystem_checks.check_claim, "two runs could write to one root"),
+    Check("locks", filesystem_checks.check_locks, "locks cannot be relied on"),
+    Check("direct I/O", filesystem_checks.check_direct),
+    Check("reserve", filesystem_checks.check_reserve),
+    Check("small files", speed.check_small_files),
+    Check("write", speed.check_write),
+    Check("read", speed.check_read),
+)
+_CORE = ("writable", "rename", "replace", "fsync", "claim")
+"""Saves rely on these: one that ends without a result FAILED."""
 Note = Callable[[str], None]
 
 
@@ -68,163 +93,59 @@ def examine(
     note: Note = lambda name: None,
     disk: Disk = DISK,
 ) -> list[Finding]:
-    """Examine the file system of a folder. `note` is told the name of each check before it begins.
+    """Examine the file system of a directory. `note` gets the name of each check before it begins.
 
-    `size_bytes` bounds what is written at a time, besides small files; less where little is free. `against_bytes`: of
-    a checkpoint. `second_command` starts a process on another client of the file system.
-    Raises: NotFoundError (no such folder), RootError (it is a file, or cannot be read), ConfigError (the command starts
-    no such process).
+    `size_bytes` bounds each test of bandwidth. `against_bytes` is the size of a checkpoint. `second_command` starts a
+    process on another client of the file system.
+    Raises: NotFoundError (no such directory), RootError (a file, or not readable), ConfigError (the command starts no
+    process).
     """
-    checks = _Checks(timeout_seconds, note)
-    run = partial(run_command, timeout_seconds=min(_COMMAND_SECONDS, checks.share_seconds))
+    part_seconds = timeout_seconds * _SHARE_OF_TIMEOUT
+    place = Place(
+        path=os.path.abspath(folder),  # noqa: PTH100
+        own=Path(),
+        mount=find_mount(read_mounts(), os.path.abspath(folder)),  # noqa: PTH100
+        second=Second(tuple(second_command)),
+        size_bytes=size_bytes,
+        against_bytes=against_bytes,
+        repeat_seconds=min(REPEAT_SECONDS, part_seconds),
+        part_seconds=part_seconds,
+        disk=disk,
+    )
     try:
-        path, number = _find(folder, timeout_seconds)
+        place.path, number = _find(folder, timeout_seconds)
     except (NoAnswer, Died) as error:
-        kind = mount.check_kind(mount.find_mount(mount.read_mounts(), os.path.abspath(folder)), os.environ)  # noqa: PTH100
         consequence = "a run that saves or restores here would hang, too"
+        kind = replace(mount_checks.check_kind(place), name="file system")
         return [kind, Finding("answer", "FAILED", f"{folder} {error}", consequence)]
-    mounted = mount.find_mount(mount.read_mounts(), path, number)
-
-    def check_kind() -> Finding:
-        stripes = quota.ask(run, "lfs", "getstripe", "-d", path) if mounted and mounted.kind == "lustre" else ""
-        return mount.check_kind(mounted, os.environ, stripes)
-
-    checks.do("file system", check_kind)
-    free = _check_room(checks, path, mounted, against_bytes, run)
-    size = min(size_bytes, int(SHARE_OF_FREE * free)) // 4096 * 4096
-    with _own_folder(checks, Path(path), disk) as own:
-        if own is not None:
-            shared = family_of(mounted).shared if mounted else None
-            second = _check_clients(checks, own, Second(tuple(second_command)), shared, disk)
-            _check_promises(checks, own, size, mounted, second, disk)
-            in_memory = mounted is not None and family_of(mounted) is mount.MEMORY
-            _check_speed(checks, own, size, in_memory, disk)
-    return [*checks.found, *bill(checks.found, against_bytes)]
-
-
-def bill(found: Sequence[Finding], against_bytes: int | None) -> list[Finding]:
-    """Return what a checkpoint of that size costs at the rates found: a save, a load, and the interval it allows.
-
-    Whatever its size, a save makes and flushes files and folders, one after the other, and a load looks at the files.
-    """
-    measured = {each.name: each for each in found if each.figures.get("bytes_per_second")}
-    if against_bytes is None or "write" not in measured:
-        return []
-    making, looking = _fixed_seconds(found)
-    save = _cost("save", measured["write"], against_bytes, making, _PER_NODE)
-    rows = [save, _cost("load", measured["read"], against_bytes, looking, "")] if "read" in measured else [save]
-    save_seconds: float = save.figures["seconds"]
-    interval = save_seconds / OVERHEAD
-    figures = {"blocking_seconds": interval, "background_seconds": save_seconds, "overhead": OVERHEAD}
-    blocking, background = (seconds_text(max(LEAST_SECONDS, each)) for each in (interval, save_seconds))
-    value = f"at least {blocking} where saves block training, for {OVERHEAD * 100:.0f} % of the time"
-    value += f"; {background} where they are made in the background"
-    if interval <= MOST_SECONDS:
-        return [*rows, Finding("interval", "ok", value, "", figures)]
-    advice = f"a run should save every {MOST_SECONDS / 60:.0f} min: save in the background"
-    if save_seconds > MOST_SECONDS:
-        advice += " and to a faster tier: one save takes longer than that"
-    else:
-        advice += ", or to a faster tier"
-    return [*rows, Finding("interval", "slow", value, advice, figures)]
-
-
-def _fixed_seconds(found: Sequence[Finding]) -> tuple[float, float]:
-    """Return what a save and a load take besides their bytes, as far as it was measured."""
-    figures = {each.name: each.figures for each in found}
-    files, sync = figures.get("small files", {}), figures.get("fsync", {})
-    made, looked = files.get("create_per_second"), files.get("stat_per_second")
-    file_seconds = max(1 / made if made else 0.0, sync.get("file_seconds") or 0.0)
-    making = FILES_OF_SAVE * file_seconds + FOLDERS_OF_SAVE * (sync.get("folder_seconds") or 0.0)
-    return making, FILES_OF_SAVE / looked if looked else 0.0
-
-
-def _cost(name: str, measured: Finding, size_bytes: int, fixed_seconds: float, advice: str) -> Finding:
-    """So many bytes at a rate that was measured; a warning where that is not the rate of a checkpoint."""
-    seconds = size_bytes / measured.figures["bytes_per_second"] + fixed_seconds
-    doubts: list[str] = measured.figures.get("doubts", [])
-    spent = seconds_text(seconds) if seconds >= LEAST_SECONDS else f"less than {seconds_text(LEAST_SECONDS)}"
-    value = f"{size_text(size_bytes)} in {spent}" + (f" ({', '.join(doubts)})" if doubts else "")
-    figures = {"seconds": seconds, "fixed_seconds": fixed_seconds}
-    return Finding(name, "warning" if doubts else "ok", value, advice, figures)
-
-
-class _Checks:
-    """Runs checks one after the other and keeps what they found. After one that hung or found no room, no more are."""
-
-    def __init__(self, timeout_seconds: float, note: Note) -> None:
-        self.timeout_seconds, self.found = timeout_seconds, list[Finding]()
-        self.share_seconds = timeout_seconds * _SHARE_OF_TIMEOUT
-        """What a part of a check may take."""
-        self.repeat_seconds = min(REPEAT_SECONDS, self.share_seconds)
-        self._note = note
-        self.over: str | None = None
-        """Why nothing more can be tried."""
-
-    def do(self, name: str, check: Callable[[], Finding], consequence: str = "") -> Finding:
-        """One check, in a process of its own. `consequence`: of its failure, where the check itself cannot say."""
-        self._note(name)
-        if self.over:
-            found = Finding(name, "unknown", f"not tried: {self.over}")
-        else:
-            found = self._try(name, check, consequence)
-        self.found.append(found)
-        return found
-
-    def _try(self, name: str, check: Callable[[], Finding], consequence: str) -> Finding:
-        try:
-            return run_isolated(check, self.timeout_seconds)
-        except NoAnswer as error:
-            self.over = _HUNG
-            return Finding(name, "FAILED", str(error), "a run would hang here, too, until it is killed")
-        except Died as error:
-            return _not_done(name, str(error))
-        except OSError as error:
-            if error.errno in FULL:
-                return self._full(name, error)
-            return Finding(name, "FAILED", why(error), _remedies.get(error.errno or 0, consequence))
-        except ConfigError:
-            raise
-        except CkptmanError as error:
-            return Finding(name, "FAILED", str(error), consequence)
-        except Exception as error:  # noqa: BLE001 (a check that goes wrong is told, and the others are done)
-            return _not_done(name, f"{type(error).__name__}: {error}")
-
-    def _full(self, name: str, error: OSError) -> Finding:
-        """Report a full disk or quota as a finding of its own: a check that found no room has not failed."""
-        self.over = "there is no room"
-        whose, advice = ("quota", _QUOTA_USED_UP) if error.errno == errno.EDQUOT else ("space", _DISK_FULL)
-        before = next((each for each in self.found if each.name == whose), Finding(whose, "unknown", ""))
-        value = "; ".join(filter(None, [before.value if before.verdict != "unknown" else "", why(error)]))
-        full = Finding(whose, "FAILED", value, advice, before.figures)
-        self.found = [full if each is before else each for each in self.found]
-        if full not in self.found:
-            self.found.append(full)
-        return Finding(name, "unknown", f"not tried to its end: {self.over}")
-
-
-def _not_done(name: str, why_not: str) -> Finding:
-    if name in _CORE:
-        return Finding(name, "FAILED", why_not, "it was not found out: run doctor again")
-    return Finding(name, "unknown", why_not)
-
-
-_DISK_FULL = "the disk is full: nothing can be saved"
-_QUOTA_USED_UP = "the quota is used up: nothing can be saved"
-_remedies = {
-    errno.EROFS: "read-only: nothing can be saved",
-    errno.EACCES: "this user may not write here: nothing can be saved",
-    errno.EPERM: "this user may not write here: nothing can be saved",
-}
+    place.mount = find_mount(read_mounts(), place.path, number)
+    place.own = Path(place.path) / f"{PREFIX}{os.urandom(4).hex()}"
+    with _cleaned_up(place, timeout_seconds):
+        for check in CHECKS:
+            note(check.name)
+            if place.over:
+                row: Finding | None = Finding(check.name, "unknown", f"not tried: {place.over}")
+            else:
+                row = _try(check, place, timeout_seconds)
+            if row is not None:
+                place.found[check.name] = row
+            if check.name == "quota":
+                place.size_bytes = min(size_bytes, speed.most_bytes(place.found))
+            elif check.name == "writable" and place.found["writable"].verdict not in ("ok", "warning"):
+                break
+            elif check.name == "other clients":
+                host = row.figures.get("host", "") if row is not None and row.verdict == "ok" else ""
+                place.second = replace(place.second, host=host) if host else HERE
+    return [*place.found.values(), *bill(place.found, against_bytes)]
 
 
 def _find(folder: Path, timeout_seconds: float) -> tuple[str, int | None]:
-    """Return the path of the folder without links, and the number of its mount."""
+    """Return the path of the directory without links, and the number of its mount."""
 
     def look() -> tuple[str, int | None]:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            return os.path.realpath(folder), mount.mount_number(fd)
+            return os.path.realpath(folder), mount_number(fd)
         finally:
             os.close(fd)
 
@@ -239,104 +160,102 @@ def _find(folder: Path, timeout_seconds: float) -> tuple[str, int | None]:
         raise RootError(error.errno or errno.EIO, message) from error
 
 
-def _check_room(
-    checks: _Checks, path: str, mounted: mount.Mount | None, against_bytes: int | None, run: quota.Run
-) -> int:
-    """Space and quota; the bytes that are free for us."""
-    space = checks.do("space", lambda: mount.check_space(os.statvfs(path), against_bytes))
-    free: int = space.figures.get("free_bytes", 0)
-    if mounted is None:
-        return free
-
-    def ask() -> Finding:
-        found = quota.quotas(path, mounted, run, os.getuid(), Path(path).stat().st_gid)
-        return quota.check_quota(found, against_bytes)
-
-    told = checks.do("quota", ask).figures.get("quotas", [])
-    left: list[int | None] = [each["left_bytes"] for each in told]
-    return min([free, *(each for each in left if each is not None)])
-
-
-def _check_clients(checks: _Checks, own: Path, second: Second, shared: bool | None, disk: Disk) -> Second:
-    """Return the second client with its host name, or this host if it is the same one or does not see our files."""
-    found = checks.do("other clients", lambda: second_client.check_clients(own, second, shared, disk))
-    good = second.is_elsewhere and found.verdict == "ok"
-    return Second(second.command, found.figures["host"]) if good else HERE
-
-
-def _check_promises(
-    checks: _Checks, own: Path, size: int, mounted: mount.Mount | None, second: Second, disk: Disk
-) -> None:
-    unsafe = mount.unsafe_sync(mounted)
-
-    def sync() -> Finding:
-        found = filesystem_checks.check_sync(own, disk, checks.repeat_seconds)
-        if unsafe is None or found.verdict == "FAILED":
-            return found
-        return Finding(found.name, "warning", found.value, unsafe, found.figures)
-
-    reserve_bytes = min(_RESERVE_BYTES, max(size, 4096))
-    half = checks.repeat_seconds / 2
-    checks.do("rename", lambda: renames.check_rename(own, disk, half, second), "commits are not safe here")
-    checks.do("replace", lambda: renames.check_replace(own, disk, half, second), "nothing can be noted here")
-    checks.do("fsync", sync, "nothing that is saved here is durable")
-    checks.do("claim", lambda: filesystem_checks.check_claim(own, disk, second), "two runs could write to one root")
-    checks.do("locks", lambda: filesystem_checks.check_locks(own, second), "locks cannot be relied on")
-    checks.do("clock", lambda: filesystem_checks.check_clock(own, disk))
-    checks.do("direct I/O", lambda: filesystem_checks.check_direct(own, disk))
-    checks.do("reserve", lambda: filesystem_checks.check_reserve(own, reserve_bytes, disk))
-    checks.do("links", lambda: filesystem_checks.check_links(own))
+def _try(check: Check[Place], place: Place, timeout_seconds: float) -> Finding | None:
+    """Run a check in a process of its own, and turn any error into a finding."""
+    try:
+        row = run_isolated(lambda: check.run(place), timeout_seconds)
+    except NoAnswer as error:
+        place.over = _HUNG
+        row = found("FAILED", str(error), "a run would hang here, too, until it is killed")
+    except ConfigError:
+        raise
+    except OSError as error:
+        if error.errno in FULL:
+            _note_full(place, error)
+            row = found("unknown", f"not tried to its end: {place.over}")
+        else:
+            row = found("FAILED", why(error), _REFUSED.get(error.errno or 0, check.consequence))
+    except CkptmanError as error:
+        row = found("FAILED", str(error), check.consequence)
+    except Exception as error:  # noqa: BLE001 (a check that goes wrong is told, and the others are done)
+        value = str(error) if isinstance(error, Died) else f"{type(error).__name__}: {error}"
+        if check.name in _CORE:
+            row = found("FAILED", value, "it was not found out: run doctor again")
+        else:
+            row = found("unknown", value)
+    return None if row is None else replace(row, name=check.name)
 
 
-def _check_speed(checks: _Checks, own: Path, size: int, in_memory: bool, disk: Disk) -> None:
-    limit = min(_SPEED_SECONDS, checks.share_seconds)
-    checks.do("small files", lambda: speed.check_small_files(own, checks.repeat_seconds, disk))
-    if size < LEAST_BYTES:
-        share = f"{SHARE_OF_FREE * 100:.0f} % of what is known to be free"
-        little = f"not measured: {share} is less than {size_text(LEAST_BYTES)}"
-        checks.found += [Finding(name, "unknown", little) for name in ("write", "read")]
-        return
-    written = checks.do("write", lambda: speed.check_write(own, size, limit, disk))
-    if "bytes_per_second" in written.figures or checks.over:
-        checks.do("read", lambda: speed.check_read(own, size, limit, in_memory))
-    else:
-        checks.found.append(Finding("read", "unknown", "not tried: nothing could be written"))
+def _note_full(place: Place, error: OSError) -> None:
+    """Report a full disk or quota at its own row: the check that met it has not failed."""
+    place.over = "there is no room"
+    whose, advice = ("quota", "the quota is used up") if error.errno == errno.EDQUOT else ("space", "the disk is full")
+    before = place.found.get(whose, Finding(whose, "unknown", ""))
+    value = "; ".join(filter(None, [before.value if before.verdict != "unknown" else "", why(error)]))
+    place.found[whose] = Finding(whose, "FAILED", value, f"{advice}: nothing can be saved", before.figures)
 
 
 @contextmanager
-def _own_folder(checks: _Checks, folder: Path, disk: Disk) -> Iterator[Path | None]:
-    """A folder for the checks, removed at the end; None where none can be made, which is found then."""
-    own = folder / f"{PREFIX}{os.urandom(4).hex()}"
-
-    def make() -> Finding:
-        left = sorted(path.name for path in folder.glob(f"{PREFIX}*"))
-        disk.make_folder(own)
-        if not left:
-            return Finding("writable", "ok", "yes")
-        advice = "of a doctor that was killed: remove it by hand (or it is at work right now)"
-        return Finding("writable", "warning", f"yes; there is {', '.join(left)}", advice)
-
-    try:
-        made = checks.do("writable", make, "nothing can be saved here")
-        yield own if made.verdict in ("ok", "warning") else None
-    finally:
-        gone = _is_gone(own, disk, min(_REMOVE_SECONDS, checks.timeout_seconds))
-        if not gone or checks.over == _HUNG:
-            # A process that hangs in the middle of making it may end that when the file system is back.
-            value = "the folder of the checks may be there, or come back with the file system"
-            verdict: Verdict = "warning" if gone else "FAILED"
-            checks.found.append(Finding("clean-up", verdict, value, f"see that {own} is gone"))
-
-
-def _is_gone(own: Path, disk: Disk, limit_seconds: float) -> bool:
-    """Remove a folder. It goes on even if this process is killed meanwhile, or asked a second time to stop."""
+def _cleaned_up(place: Place, timeout_seconds: float) -> Iterator[None]:
+    """Remove the directory of the checks at the end, whatever happens, and report it if that fails."""
 
     def remove() -> bool:
-        if os.path.lexists(own):  # else it was never made, and a mount that is read-only would refuse to remove it
-            disk.remove_tree(own)
-        return not os.path.lexists(own)
+        if os.path.lexists(place.own):  # else it was never made, and a read-only mount would refuse
+            place.disk.remove_tree(place.own)
+        return not os.path.lexists(place.own)
 
     try:
-        return run_isolated(remove, limit_seconds, outlive=True)
-    except (NoAnswer, Died, OSError):
-        return False
+        yield
+    finally:
+        try:
+            # This goes on if this process is killed meanwhile, or asked a second time to stop.
+            is_gone = run_isolated(remove, min(_REMOVE_SECONDS, timeout_seconds), outlive=True)
+        except (NoAnswer, Died, OSError):
+            is_gone = False
+        if not is_gone or place.over == _HUNG:
+            # A process that hangs while it makes the directory may finish when the file system is back.
+            value = "the folder of the checks may be there, or come back with the file system"
+            verdict: Verdict = "warning" if is_gone else "FAILED"
+            place.found["clean-up"] = Finding("clean-up", verdict, value, f"see that {place.own} is gone")
+
+
+def bill(findings: Mapping[str, Finding], against_bytes: int | None) -> list[Finding]:
+    """Return the cost of a checkpoint of that size at the measured rates: a save, a load, and the save interval.
+
+    Whatever its size, a save makes and flushes files and directories one after the other, and a load opens the files.
+    """
+    figures = {name: each.figures for name, each in findings.items()}
+    if against_bytes is None or "bytes_per_second" not in figures.get("write", {}):
+        return []
+    files, sync = figures.get("small files", {}), figures.get("fsync", {})
+    made, opened = files.get("create_per_second"), files.get("stat_per_second")
+    file_seconds = max(1 / made if made else 0.0, sync.get("file_seconds") or 0.0)
+    making = FILES_OF_SAVE * file_seconds + FOLDERS_OF_SAVE * (sync.get("folder_seconds") or 0.0)
+    rows = [_cost("save", figures["write"], against_bytes, making, _PER_NODE)]
+    if "bytes_per_second" in figures.get("read", {}):
+        opening = FILES_OF_SAVE / opened if opened else 0.0
+        rows.append(_cost("load", figures["read"], against_bytes, opening, ""))
+    save_seconds = rows[0].figures["seconds"]
+    interval = save_seconds / OVERHEAD
+    blocking, background = (seconds_text(max(LEAST_SECONDS, each)) for each in (interval, save_seconds))
+    value = f"at least {blocking} where saves block training, for {OVERHEAD * 100:.0f} % of the time"
+    value += f"; {background} where they are made in the background"
+    verdict: Verdict = "ok" if interval <= MOST_SECONDS else "slow"
+    advice = ""
+    if verdict == "slow":
+        advice = f"a run should save every {MOST_SECONDS / 60:.0f} min: save in the background"
+        too_long = " and to a faster tier: one save takes longer than that"
+        advice += too_long if save_seconds > MOST_SECONDS else ", or to a faster tier"
+    seconds = {"blocking_seconds": interval, "background_seconds": save_seconds, "overhead": OVERHEAD}
+    return [*rows, Finding("interval", verdict, value, advice, seconds)]
+
+
+def _cost(name: str, measured: Mapping[str, Any], size_bytes: int, fixed_seconds: float, advice: str) -> Finding:
+    """Return what so many bytes cost at a measured rate; a warning if that is not the rate of a checkpoint."""
+    seconds = size_bytes / measured["bytes_per_second"] + fixed_seconds
+    doubts: list[str] = measured.get("doubts", [])
+    spent = seconds_text(seconds) if seconds >= LEAST_SECONDS else f"less than {seconds_text(LEAST_SECONDS)}"
+    value = f"{size_text(size_bytes)} in {spent}" + (f" ({', '.join(doubts)})" if doubts else "")
+    return Finding(
+        name, "warning" if doubts else "ok", value, advice, {"seconds": seconds, "fixed_seconds": fixed_seconds}
+    )

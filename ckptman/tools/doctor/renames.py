@@ -1,8 +1,7 @@
-"""Whether a rename is atomic, and when others see it: things are renamed while another process looks all the time.
+"""Whether a rename is atomic, and when others see it: things are renamed while another process keeps looking.
 
-A folder that is renamed is a commit, and must be whole at every look. A file that is replaced by a rename is a record
-(rules, tiers, pins, the outcome), and may be missed by one look. Called in a process of its own (`run_isolated`), which
-may hang, in a folder that nobody else uses.
+A directory that is renamed is a commit, and must be complete at every look. A file that is replaced by a rename is a
+record (rules, tiers, pins, the outcome), and a single look may miss it.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import Disk
 from ckptman.storage.io.isolated_process import IsolatedProcess
 from ckptman.tools.doctor import second_client
-from ckptman.tools.doctor.finding import Finding, why
-from ckptman.tools.doctor.second_client import HERE, Pipe, Second
+from ckptman.tools.doctor.finding import Finding, Place, found, why
+from ckptman.tools.doctor.second_client import Pipe
 
 SLOW_SIGHT_SECONDS = 1.5
 """Many clients remember names for a second."""
@@ -28,18 +27,11 @@ _PAUSE_SECONDS = 0.01
 """Between looks of another client: some keep a name for as long as it is asked for again and again."""
 _ROUNDS = 100
 _LEAST_ROUNDS = 3
-_BROKEN = "commits are not safe here: a run could load half a checkpoint, or find none. Save to another file system"
-_MIXED = "what ckptman notes beside checkpoints (rules, tiers, pins) could be read damaged. Save to another file system"
-_MISSED = {
-    errno.ENOENT: "what ckptman notes beside checkpoints is replaced so, and missed by whoever looks just then: pin "
-    "nothing again, and start no run, while another process prunes",
-    errno.ESTALE: "what ckptman notes beside checkpoints is replaced so: a command that reads it at that moment may "
-    "fail, and works when it is called again",
-}
-"""What a second look finds, and what it means that the first one did not."""
 _NAMES = ("__0_0.distcp", "blocks-00000.bin", "manifest.json")
 _PIECE_BYTES = 8
 _FILE_BYTES = 4096
+_GONE_BRIEFLY = (errno.ENOENT, errno.ESTALE)
+"""A look that fails with these is repeated."""
 
 
 class _Wrong(Exception):
@@ -48,10 +40,10 @@ class _Wrong(Exception):
 
 @dataclass(frozen=True)
 class _Change:
-    """What is about to be renamed: `name` gets what was saved as number `new`; None: it is renamed away.
+    """A rename that is about to happen: `name` gets the save with the number `new`; None: it is renamed away.
 
-    Until then it holds number `old`, and where it is gone for a moment `other` does. `old` is None: it is absent, and
-    `other` is the name that it comes from. `other` is None: it is a file, and never absent.
+    Until then it holds the save `old`, and while it is gone, `other` holds it. `old` is None: the name is absent, and
+    comes from `other`. `other` is None: it is a file, and never absent.
     """
 
     name: str
@@ -62,10 +54,10 @@ class _Change:
 
 @dataclass
 class _Sight:
-    """What the other process saw of changes: the worst of them, when they are added up.
+    """What the other process saw of a change; or, after `add`, the worst that it saw of several.
 
-    `wrong`: what it must never see. `seconds`: until it saw what was new; `gone_seconds`: until it saw that a name was
-    gone. `missed`: how often a look found nothing, because of `reason`, for `missed_seconds` at most.
+    `wrong`: what it must never see. `seconds`: until it saw the new content; `gone_seconds`: until it saw that a name
+    was gone. `missed`: how often a look found nothing, because of `reason`, for `missed_seconds` at most.
     """
 
     wrong: str = ""
@@ -75,103 +67,54 @@ class _Sight:
     missed: int = 0
     missed_seconds: float = 0.0
     reason: int = 0
-    changes: int = field(default=0, compare=False)
+    changes: int = 0
 
     def add(self, other: _Sight) -> None:
-        self.wrong, self.is_seen = other.wrong, self.is_seen and other.is_seen
+        self.wrong, self.is_seen = other.wrong, other.is_seen
         self.seconds = max(self.seconds, other.seconds)
         self.gone_seconds = max(self.gone_seconds, other.gone_seconds)
         self.missed, self.reason = self.missed + bool(other.missed), other.reason or self.reason
         self.missed_seconds = max(self.missed_seconds, other.missed_seconds)
         self.changes += 1
 
-    @property
-    def is_over(self) -> bool:
-        return bool(self.wrong) or not self.is_seen
-
 
 _Act = Callable[[], None]
 _Changes = Callable[[Path, int, Disk], Iterator[tuple[_Change, _Act]]]
 
 
-def check_rename(folder: Path, disk: Disk = DISK, seconds: float = 1.0, second: Second = HERE) -> Finding:
-    """Check commits, commits over an earlier save, and prunes, while another process looks at them all the time.
+@dataclass(frozen=True)
+class Sort:
+    """A sort of change: how to make it, what to call its object, and the consequences."""
 
-    It must never see a part of a folder, files of two saves together, neither the old name nor the new one, or both.
-    Another client may see either name for longer: it remembers names.
-    """
-    sight, who = _watched(_commits, folder, disk, seconds, second), second.who
-    figures = {
-        "renames": sight.changes,
-        "slowest_visible_seconds": sight.seconds,
-        "slowest_gone_seconds": sight.gone_seconds,
-        "missed": sight.missed,
-    }
-    if sight.wrong:
-        return Finding("rename", "FAILED", f"a folder that was renamed {sight.wrong}", _BROKEN, figures)
-    if sight.missed:
-        how_long = f"{sight.missed_seconds:.2g} s" if sight.is_seen else f"{sight.missed_seconds:.2g} s and more"
-        value = f"commits are atomic, but {who} could not read a folder that was renamed for {how_long} "
-        value += f"({os.strerror(sight.reason)})"
-        advice = "by its path, a checkpoint that was deleted or saved again fails there for so long"
-        return Finding("rename", "warning", value, advice, figures)
-    return _seen("rename", sight, second, "atomic", "commits are whole when they are seen, and seen late", figures)
-
-
-def check_replace(folder: Path, disk: Disk = DISK, seconds: float = 1.0, second: Second = HERE) -> Finding:
-    """Check files that are replaced by a rename: another process reads the old bytes or the new ones, never a mixture.
-
-    One that it cannot read for a moment is a warning: a second look finds it.
-    """
-    _fill_file(folder / "current.json", 0)
-    sight, who = _watched(_replacements, folder, disk, seconds, second), second.who
-    figures = {
-        "replaced": sight.changes,
-        "slowest_visible_seconds": sight.seconds,
-        "missed": sight.missed,
-        "missed_seconds": sight.missed_seconds,
-    }
-    if sight.wrong:
-        return Finding("replace", "FAILED", f"a file that was replaced {sight.wrong}", _MIXED, figures)
-    if sight.missed:
-        value = f"{who} could not read a file for up to {sight.missed_seconds:.2g} s while it was replaced "
-        value += f"({os.strerror(sight.reason)}), {sight.missed} times of {sight.changes}"
-        return Finding("replace", "warning", value, _MISSED[sight.reason], figures)
-    atomic, late = "a file is old or new, never a mixture", "rules, pins and outcomes are read as they were for so long"
-    return _seen("replace", sight, second, atomic, late, figures)
-
-
-def _seen(name: str, sight: _Sight, second: Second, atomic: str, late: str, figures: Mapping[str, float]) -> Finding:
-    """Tell of changes that were atomic when they were seen."""
-    who = second.who
-    is_slow = not sight.is_seen or sight.seconds > SLOW_SIGHT_SECONDS
-    if not sight.is_seen:
-        value = f"{atomic}, but {who} did not see it within {second_client.PATIENCE_SECONDS:g} s"
-    elif sight.seconds > SLOW_SIGHT_SECONDS:
-        value = f"{atomic}, but {who} saw it only after {sight.seconds:.2g} s"
-    elif second.is_elsewhere:
-        value = f"{atomic}, and seen by {who} after {sight.seconds:.2g} s at most, {sight.changes} times"
-    else:
-        value = f"{atomic}, and seen at once by another process, {sight.changes} times"
-    if sight.gone_seconds > _PROMPT_SECONDS:
-        value += f"; a checkpoint that was deleted is found there by its path for {sight.gone_seconds:.2g} s"
-    return Finding(name, "slow" if is_slow else "ok", value, late if is_slow else "", dict(figures))
+    changes: _Changes
+    counted: str
+    subject: str
+    atomic: str
+    broken: str
+    missed: Mapping[int, str]
+    """By the reason why a look found nothing."""
+    late: str
 
 
 def _commits(folder: Path, number: int, disk: Disk) -> Iterator[tuple[_Change, _Act]]:
     """A commit; a commit over it, which first stands aside; a prune. Each is ready when it is yielded."""
     step, first, second = folder / f"step-{number}", 2 * number, 2 * number + 1
-    draft = _fill_folder(folder / f"step-{number}.tmp-1", first, disk)
-    yield _Change(step.name, draft.name, None, first), lambda: disk.rename(draft, step)
-    again = _fill_folder(folder / f"step-{number}.tmp-2", second, disk)
-    aside = folder / f"step-{number}.old-2"
+    draft, again = folder / f"step-{number}.tmp-1", folder / f"step-{number}.tmp-2"
+    aside, trash = folder / f"step-{number}.old-2", folder / f"step-{number}.trash-3"
+
+    def fill(path: Path, save: int) -> None:
+        disk.make_folder(path)
+        for name in _NAMES:
+            _fill(path / name, save)
 
     def replace() -> None:
         disk.rename(step, aside)
         disk.rename(again, step)
 
+    fill(draft, first)
+    yield _Change(step.name, draft.name, None, first), lambda: disk.rename(draft, step)
+    fill(again, second)
     yield _Change(step.name, aside.name, first, second), replace
-    trash = folder / f"step-{number}.trash-3"
     yield _Change(step.name, trash.name, second, None), lambda: disk.rename(step, trash)
     for path in folder.glob("step-*"):
         disk.remove_tree(path)
@@ -179,29 +122,94 @@ def _commits(folder: Path, number: int, disk: Disk) -> Iterator[tuple[_Change, _
 
 def _replacements(folder: Path, number: int, disk: Disk) -> Iterator[tuple[_Change, _Act]]:
     current, written = folder / "current.json", folder / "current.json.tmp"
-    _fill_file(written, number)
+    if number == 1:
+        _fill(current, 0)
+    _fill(written, number)
     yield _Change(current.name, None, number - 1, number), lambda: disk.rename(written, current)
 
 
-def _watched(changes: _Changes, folder: Path, disk: Disk, seconds: float, second: Second) -> _Sight:
+_DELETED = "by its path, a checkpoint that was deleted or saved again fails there for so long"
+COMMITS = Sort(
+    changes=_commits,
+    counted="renames",
+    subject="a folder that was renamed",
+    atomic="atomic",
+    broken="commits are not safe here: a run could load half a checkpoint, or find none. Save to another file system",
+    missed=dict.fromkeys(_GONE_BRIEFLY, _DELETED),
+    late="commits are whole when they are seen, and seen late",
+)
+REPLACEMENTS = Sort(
+    changes=_replacements,
+    counted="replaced",
+    subject="a file that was replaced",
+    atomic="a file is old or new, never a mixture",
+    broken="what ckptman notes beside checkpoints (rules, tiers, pins) could be read damaged. Save to another file "
+    "system",
+    missed={
+        errno.ENOENT: "what ckptman notes beside checkpoints is replaced so, and missed by whoever looks just then: "
+        "pin nothing again, and start no run, while another process prunes",
+        errno.ESTALE: "what ckptman notes beside checkpoints is replaced so: a command that reads it at that moment "
+        "may fail, and works when it is called again",
+    },
+    late="rules, pins and outcomes are read as they were for so long",
+)
+
+
+def check(sort: Sort, place: Place) -> Finding:
+    """Check changes of a sort while another process keeps looking at them.
+
+    It must never see a part of a directory, a mixture of two saves or of two files, neither the old name nor the new
+    one, or both. Another client may see an old name for longer: it remembers names. A file that cannot be read for a
+    moment is a warning: a second look finds it.
+    """
+    sight, who = _watched(sort.changes, place), place.second.who
+    figures = {
+        sort.counted: sight.changes,
+        "slowest_visible_seconds": sight.seconds,
+        "slowest_gone_seconds": sight.gone_seconds,
+        "missed": sight.missed,
+        "missed_seconds": sight.missed_seconds,
+    }
+    if sight.wrong:
+        return found("FAILED", f"{sort.subject} {sight.wrong}", sort.broken, **figures)
+    if sight.missed:
+        at_most = "up to" if sight.is_seen else "at least"
+        value = f"{sort.atomic}, but {who} could not read {sort.subject} for {at_most} {sight.missed_seconds:.2g} s "
+        value += f"({os.strerror(sight.reason)}), {sight.missed} times of {sight.changes}"
+        return found("warning", value, sort.missed[sight.reason], **figures)
+    is_slow = not sight.is_seen or sight.seconds > SLOW_SIGHT_SECONDS
+    if not sight.is_seen:
+        value = f"{sort.atomic}, but {who} did not see it within {second_client.PATIENCE_SECONDS:g} s"
+    elif is_slow:
+        value = f"{sort.atomic}, but {who} saw it only after {sight.seconds:.2g} s"
+    elif place.second.is_elsewhere:
+        value = f"{sort.atomic}, and seen by {who} after {sight.seconds:.2g} s at most, {sight.changes} times"
+    else:
+        value = f"{sort.atomic}, and seen at once by another process, {sight.changes} times"
+    if sight.gone_seconds > _PROMPT_SECONDS:
+        value += f"; a checkpoint that was deleted is found there by its path for {sight.gone_seconds:.2g} s"
+    return found("slow" if is_slow else "ok", value, sort.late if is_slow else "", **figures)
+
+
+def _watched(changes: _Changes, place: Place) -> _Sight:
     """Make changes while the other process looks, until one is wrong or not seen, or the time is over."""
     total, rounds = _Sight(), 0
-    with second.start(watch, folder, disk) as watcher:
-        deadline = time.monotonic() + seconds
+    with place.second.start(watch, place.own, place.disk) as watcher:
+        deadline = time.monotonic() + place.repeat_seconds / 2
         while rounds < _ROUNDS and (rounds < _LEAST_ROUNDS or time.monotonic() < deadline):
             rounds += 1
-            for change, act in changes(folder, rounds, disk):
-                total.add(_watch_one(watcher, change, act, second))
-                if total.is_over:
+            for change, act in changes(place.own, rounds, place.disk):
+                total.add(_watch_one(watcher, change, act, place.second.is_elsewhere))
+                if total.wrong or not total.is_seen:
                     return total
             if total.seconds > SLOW_SIGHT_SECONDS:
                 break  # more would only take long
     return total
 
 
-def _watch_one(watcher: IsolatedProcess, change: _Change, act: _Act, second: Second) -> _Sight:
+def _watch_one(watcher: IsolatedProcess, change: _Change, act: _Act, is_elsewhere: bool) -> _Sight:
     patience_seconds = second_client.PATIENCE_SECONDS
-    watcher.pipe.send([*vars(change).values(), second.is_elsewhere, patience_seconds])
+    watcher.pipe.send([*astuple(change), is_elsewhere, patience_seconds])
     watcher.receive()  # it looks now
     act()
     done = time.monotonic()
@@ -212,7 +220,7 @@ def _watch_one(watcher: IsolatedProcess, change: _Change, act: _Act, second: Sec
 
 
 def watch(pipe: Pipe, folder: Path, disk: Disk) -> None:
-    """Task: look at each change it is told of, say when it has begun to, and then what became of it."""
+    """Task: look at each change of a message, answer when looking begins, and then what was seen of the change."""
     while True:
         *fields, is_elsewhere, patience_seconds = pipe.recv()
         change = _Change(*fields)
@@ -233,7 +241,7 @@ def _look(folder: Path, change: _Change, is_elsewhere: bool, patience_seconds: f
             try:
                 sight.is_seen, is_missed = _see(folder, change, is_elsewhere) == change.new, False
             except OSError as error:
-                if error.errno not in _MISSED:
+                if error.errno not in _GONE_BRIEFLY:
                     raise _Wrong(f"could not be read at that moment: {why(error)}") from None
                 sight.missed, sight.reason, is_missed = sight.missed + 1, error.errno, True
                 missed_since = missed_since or time.monotonic()
@@ -242,13 +250,13 @@ def _look(folder: Path, change: _Change, is_elsewhere: bool, patience_seconds: f
                 missed_since = missed_since if is_missed else None
             if is_elsewhere and not sight.is_seen:
                 time.sleep(_PAUSE_SECONDS)
-        if missed_since is not None and not is_elsewhere:
-            raise _Wrong(f"could not be read for {patience_seconds:g} s: {os.strerror(sight.reason)}")
-        if not sight.is_seen and not is_elsewhere:
-            raise _Wrong(f"was not seen by another process for {patience_seconds:g} s")
-        both = change.old is None and change.other is not None and os.path.lexists(folder / change.other)
-        if both and not is_elsewhere:
-            raise _Wrong("was seen under its old and its new name at a time")
+        if not is_elsewhere:  # another client may remember names
+            if missed_since is not None:
+                raise _Wrong(f"could not be read for {patience_seconds:g} s: {os.strerror(sight.reason)}")
+            if not sight.is_seen:
+                raise _Wrong(f"was not seen by another process for {patience_seconds:g} s")
+            if change.old is None and change.other is not None and os.path.lexists(folder / change.other):
+                raise _Wrong("was seen under its old and its new name at a time")
     except _Wrong as wrong:
         sight.wrong = str(wrong)
     return sight
@@ -264,7 +272,7 @@ def _see(folder: Path, change: _Change, is_elsewhere: bool) -> int | None:
     except _Wrong:
         if not is_elsewhere or change.old is None:
             raise
-        # Another client may remember the name of a folder that is gone, and find no file in it.
+        # Another client may remember the name of a directory that is gone, and find no file in it.
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
     if number is None and not is_elsewhere and _number(folder / change.other) is None:
         # Gone from its first name, and not yet under the other when we looked there: then it must be by now.
@@ -277,7 +285,7 @@ def _see(folder: Path, change: _Change, is_elsewhere: bool) -> int | None:
 
 
 def _number(folder: Path) -> int | None:
-    """Return which save a folder holds; None: there is no such folder. Raises: _Wrong (a part of one, or two)."""
+    """Return which save a directory holds; None: there is no such directory. Raises: _Wrong (a part of one, or two)."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -304,12 +312,5 @@ def _number_in(data: bytes, of_file: str = "") -> int:
     return int.from_bytes(data[:_PIECE_BYTES], "little")
 
 
-def _fill_folder(path: Path, number: int, disk: Disk) -> Path:
-    disk.make_folder(path)
-    for name in _NAMES:
-        _fill_file(path / name, number)
-    return path
-
-
-def _fill_file(path: Path, number: int) -> None:
+def _fill(path: Path, number: int) -> None:
     path.write_bytes(number.to_bytes(_PIECE_BYTES, "little") * (_FILE_BYTES // _PIECE_BYTES))

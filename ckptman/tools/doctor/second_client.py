@@ -1,7 +1,7 @@
-"""The other of the two processes that try a file system: forked on this host, or started on another client.
+"""The second of the two processes that try a file system: forked on this host, or started on another client.
 
-Run as a module it is that process on the other client. It is told what to do on its standard input and answers on its
-standard output, a line of JSON each; whatever else a shell or a launcher prints there is passed over.
+Run as a module, it is the process on the other client. It reads messages from its standard input and answers on its
+standard output, a line of JSON each; whatever else a shell or a launcher prints there is ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any, Protocol
 from ckptman.errors import CkptmanError, ConfigError
 from ckptman.storage.io.durable_files import DISK, Disk
 from ckptman.storage.io.isolated_process import IsolatedProcess, NoAnswer
-from ckptman.tools.doctor.finding import Finding, why
+from ckptman.storage.io.mount import family_of
+from ckptman.tools.doctor.finding import Finding, Place, found, why
 
 PATIENCE_SECONDS = 10.0
 """How long the other process may take to see what this one did."""
@@ -93,19 +94,19 @@ class Second:
 HERE = Second()
 
 
-def check_clients(folder: Path, second: Second, shared: bool | None, disk: Disk = DISK) -> Finding:
-    """Check that the other process is on another client, and sees this folder; without one, say what is not measured.
+def check_clients(place: Place) -> Finding:
+    """Check that the other process is on another client, and sees this directory; without one, say what is unknown.
 
-    `shared`: whether other nodes see this kind of file system, None where that is not known. Raises: ConfigError.
+    Raises: ConfigError.
     """
+    second = place.second
     if not second.is_elsewhere:
-        if shared is False:
-            return Finding("other clients", "ok", "none: only this host sees this file system")
-        advice = f"name a second one: {EXAMPLE}"
-        return Finding("other clients", "unknown", "one host cannot see what other clients see, and when", advice)
+        if place.mount is not None and family_of(place.mount).shared is False:
+            return found("ok", "none: only this host sees this file system")
+        return found("unknown", "one host cannot see what other clients see, and when", f"name a second one: {EXAMPLE}")
     token = os.urandom(8).hex()
-    with second.start(find_token, folder) as other:
-        disk.write_file(folder / _TOKEN, token.encode())
+    with second.start(find_token, place.own) as other:
+        place.disk.write_file(place.own / _TOKEN, token.encode())
         written = time.monotonic()
         other.pipe.send([token, PATIENCE_SECONDS])
         host, client, trouble = other.receive()
@@ -113,11 +114,11 @@ def check_clients(folder: Path, second: Second, shared: bool | None, disk: Disk 
     figures = {"host": host, "seconds": seconds}
     if trouble:
         value = f"{host} does not see what this host writes here: {trouble}"
-        return Finding("other clients", "FAILED", value, "ranks there would not find what is saved here", figures)
-    if client == _this_client(folder):
+        return found("FAILED", value, "ranks there would not find what is saved here", **figures)
+    if client == _this_client(place.own):
         advice = f"what other clients see is not measured: {EXAMPLE}"
-        return Finding("other clients", "warning", f"{host} is this host, with this mount", advice, figures)
-    return Finding("other clients", "ok", f"{host} sees a new file after {seconds:.2g} s", "", figures)
+        return found("warning", f"{host} is this host, with this mount", advice, **figures)
+    return found("ok", f"{host} sees a new file after {seconds:.2g} s", **figures)
 
 
 def find_token(pipe: Pipe, folder: Path, disk: Disk) -> None:

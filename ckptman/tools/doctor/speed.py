@@ -1,8 +1,7 @@
 """How fast a mount is: durable writes and cold reads with one stream and with several, and small files.
 
-Written and read by what saves and loads do it with: 4 MiB a call, past the page cache where the file system takes that.
-What is written cannot be compressed. Every test ends after some seconds, with what it has moved by then. Called in a
-process of its own (`run_isolated`). Raises: OSError.
+Bytes move as in saves and loads: 4 MiB a call, past the page cache if the file system allows it. They cannot be
+compressed. Every test ends after some seconds, with what it has moved by then. Raises: OSError.
 """
 
 from __future__ import annotations
@@ -10,23 +9,22 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ckptman.storage.io.durable_files import DISK, Disk
 from ckptman.storage.io.file_reader import FileReader
+from ckptman.storage.io.mount import MEMORY, family_of
 from ckptman.storage.io.threads import ALIGN_BYTES, STRIDE_BYTES
-from ckptman.tools.doctor.finding import Finding, Verdict, size_text
-
-if TYPE_CHECKING:
-    from ckptman.storage.io.file_writer import FileWriter
+from ckptman.tools.doctor.finding import Finding, Place, Verdict, found, size_text
 
 STREAMS = 4
-"""As many as a rank writes with."""
+"""A rank writes with as many."""
+SHARE_OF_FREE = 0.05
+"""A test of bandwidth takes at most this share of the free space. The small files of all checks are under 1 MB."""
+LEAST_BYTES = 1024 * 1024
 SLOW_BYTES_PER_SECOND = 0.5e9
 """What one process gets from a project folder on NFS, by the practitioners' table; scratch gives it four times that."""
 SLOW_FILES_PER_SECOND = 100.0
@@ -36,164 +34,165 @@ _SMALL_FILES = 200
 _SMALL_BYTES = 4096
 
 
+def most_bytes(rows: Mapping[str, Finding]) -> int:
+    """Return how much a test may write, by the space and the quotas that were found; 0 if nobody knows what is free."""
+    quotas = rows["quota"].figures.get("quotas", []) if "quota" in rows else []
+    left: list[int] = [each["left_bytes"] for each in quotas if each["left_bytes"] is not None]
+    return int(SHARE_OF_FREE * min([rows["space"].figures.get("free_bytes", 0), *left])) // 4096 * 4096
+
+
 @dataclass(frozen=True)
-class SpeedSample:
-    """What a test of bandwidth moved, and how. `cold`: what was read was not in the cache of this host."""
+class _Sample:
+    """What a test of bandwidth moved, and how. `cold`: nothing came from the cache of this host."""
 
     streams: int
     bytes: int
-    seconds: float
+    rate: float
     direct: bool
     cold: bool = True
 
-    @property
-    def rate(self) -> float:
-        """Bytes per second."""
-        return self.bytes / max(self.seconds, 1e-9)
 
-
-def write_streams(folder: Path, size_bytes: int, streams: int, limit_seconds: float, disk: Disk = DISK) -> SpeedSample:
-    """Write `size_bytes` in files of one stream each, and flush files and folder. Files are left there."""
-    from ckptman.storage.io.file_writer import FileWriter  # not at the top: it loads numpy, which the verb does without
-
-    share = max(ALIGN_BYTES, size_bytes // streams // ALIGN_BYTES * ALIGN_BYTES)
-    memory = mmap.mmap(-1, STRIDE_BYTES)
-    memory.write(os.urandom(STRIDE_BYTES))
-    data = memoryview(memory)
-
-    def write(number: int) -> tuple[int, bool]:
-        file = FileWriter(folder / f"stream-{number}", share, disk=disk, flags=os.O_EXCL)
-        return _write(file, data, share, began + limit_seconds)
-
-    began = time.monotonic()
-    with ThreadPoolExecutor(streams) as pool:
-        moved = list(pool.map(write, range(streams)))
-    disk.sync_folder(folder)
-    seconds = time.monotonic() - began
-    return SpeedSample(streams, sum(count for count, _ in moved), seconds, all(direct for _, direct in moved))
-
-
-def read_streams(folder: Path, streams: int, limit_seconds: float, in_memory: bool) -> SpeedSample:
-    """Read the files of `write_streams` once, past the cache of this host as far as it lets go of them."""
-    paths = sorted(folder.glob("stream-*"))
-    dropped = [_drop(path) for path in paths]
-    began = time.monotonic()
-    with ThreadPoolExecutor(streams) as pool:
-        shares = (paths[number::streams] for number in range(streams))
-        moved = list(pool.map(lambda share: _read(share, began + limit_seconds), shares))
-    seconds = time.monotonic() - began
-    direct = all(each for _, each in moved)
-    cold = not in_memory and all(direct if each is None else each for each in dropped)
-    return SpeedSample(streams, sum(count for count, _ in moved), seconds, direct, cold)
-
-
-def check_write(folder: Path, size_bytes: int, limit_seconds: float, disk: Disk = DISK) -> Finding:
+def check_write(place: Place) -> Finding:
     """Durable writes with one stream, then with `STREAMS`, whose files stay for `check_read`."""
-    one = write_streams(folder, size_bytes, 1, limit_seconds, disk)
-    for path in folder.glob("stream-*"):
-        disk.remove_file(path)
-    both = [one, write_streams(folder, size_bytes, STREAMS, limit_seconds, disk)]
-    return _bandwidth("write", both, size_bytes, "durable")
+    if place.size_bytes < LEAST_BYTES:
+        return _not_measured()
+    one = _write(place, 1)
+    for path in place.own.glob("stream-*"):
+        place.disk.remove_file(path)
+    return _bandwidth(place, "durable", "", one, _write(place, STREAMS))
 
 
-def check_read(folder: Path, size_bytes: int, limit_seconds: float, in_memory: bool = False) -> Finding:
+def check_read(place: Place) -> Finding:
     """Cold reads of the files that `check_write` left, with one stream, then with several."""
-    both = [read_streams(folder, streams, limit_seconds, in_memory) for streams in (1, STREAMS)]
+    if place.size_bytes < LEAST_BYTES:
+        return _not_measured()
+    if "bytes_per_second" not in place.found["write"].figures:
+        return found("unknown", "not tried: nothing could be written")
+    in_memory = place.mount is not None and family_of(place.mount) is MEMORY
+    one, several = (_read(place, streams, in_memory) for streams in (1, STREAMS))
     cached = "from memory" if in_memory else "from the cache of this host, which does not let go of it"
-    return _bandwidth("read", both, size_bytes, "cold", "" if all(each.cold for each in both) else cached)
+    return _bandwidth(place, "cold", "" if one.cold and several.cold else cached, one, several)
 
 
-def check_small_files(folder: Path, limit_seconds: float, disk: Disk = DISK) -> Finding:
-    """Files of 4 KiB: made and flushed one by one, looked at, removed. Each part ends after `limit_seconds`."""
+def check_small_files(place: Place) -> Finding:
+    """Small files: made and flushed one by one, looked at, removed."""
     data = os.urandom(_SMALL_BYTES)
-    paths = [folder / f"small-{number}" for number in range(_SMALL_FILES)]
-    count, made = _repeat(paths, lambda path: disk.write_file(path, data), limit_seconds)
-    _, looked = _repeat(paths[:count], os.stat, limit_seconds)
-    _, removed = _repeat(paths[:count], disk.remove_file, limit_seconds)
-    verdict: Verdict = "slow" if made < SLOW_FILES_PER_SECOND else "ok"
-    advice = "" if verdict == "ok" else "a save makes some files for each rank: many ranks wait for this"
-    value = f"{_rate(made)} made and flushed, {_rate(looked)} looked at, {_rate(removed)} removed per s"
-    figures = {
-        "files": count,
-        "create_per_second": made,
-        "stat_per_second": looked,
-        "unlink_per_second": removed,
-    }
-    return Finding("small files", verdict, value, advice, figures)
+    paths = [place.own / f"small-{number}" for number in range(_SMALL_FILES)]
+
+    def rate(paths: Sequence[Path], work: Callable[[Path], object]) -> tuple[int, float]:
+        began, count = time.monotonic(), 0
+        for path in paths:
+            work(path)
+            count += 1
+            if time.monotonic() > began + place.repeat_seconds:
+                break
+        return count, count / max(time.monotonic() - began, 1e-9)
+
+    count, made = rate(paths, lambda path: place.disk.write_file(path, data))
+    _, looked = rate(paths[:count], os.stat)
+    _, removed = rate(paths[:count], place.disk.remove_file)
+    told = (f"{each:,.0f}" if each >= 10 else f"{each:.2g}" for each in (made, looked, removed))
+    value = "{} made and flushed, {} looked at, {} removed per s".format(*told)
+    figures = {"files": count, "create_per_second": made, "stat_per_second": looked, "unlink_per_second": removed}
+    if made < SLOW_FILES_PER_SECOND:
+        return found("slow", value, "a save makes some files for each rank: many ranks wait for this", **figures)
+    return found("ok", value, **figures)
 
 
-def _bandwidth(name: str, both: Sequence[SpeedSample], size_bytes: int, how: str, instead: str = "") -> Finding:
-    """`how` it was moved; `instead`: how it was, where that makes the rate another one than that of a checkpoint."""
-    best = max(each.rate for each in both)
+def _not_measured() -> Finding:
+    share = f"{SHARE_OF_FREE * 100:.0f} % of what is known to be free"
+    return found("unknown", f"not measured: {share} is less than {size_text(LEAST_BYTES)}")
+
+
+def _bandwidth(place: Place, how: str, instead: str, *both: _Sample) -> Finding:
+    """Judge the rates. `how` the bytes were moved; `instead`: how else, if it is not as those of a checkpoint are."""
+    best, least = max(each.rate for each in both), min(each.bytes for each in both)
+    rough = place.size_bytes < ROUGH_BYTES
+    doubts = [instead] if instead else []
+    if least < place.size_bytes // 2:
+        doubts.append(f"stopped after {size_text(least)}")
+    if rough:
+        doubts.append(f"rough: measured on {size_text(place.size_bytes)}")
     rates = ", ".join(
         f"{size_text(each.rate)}/s with {each.streams} stream{'s' if each.streams > 1 else ''}" for each in both
     )
-    doubts, rough = [instead] if instead else [], size_bytes < ROUGH_BYTES
-    if min(each.bytes for each in both) < size_bytes // 2:
-        doubts.append(f"stopped after {size_text(min(each.bytes for each in both))}")
-    if rough:
-        doubts.append(f"rough: measured on {size_text(size_bytes)}")
-    notes = doubts if instead else [how, *doubts]
     verdict: Verdict = "ok" if best >= SLOW_BYTES_PER_SECOND else "unknown" if rough else "slow"
-    advice = "less than a project folder on NFS gives one process (0.5 GB/s)" if verdict == "slow" else ""
-    figures: dict[str, object] = {"test_bytes": size_bytes, "bytes_per_second": best, "doubts": doubts}
-    figures |= {f"bytes_per_second_{each.streams}": each.rate for each in both}
-    figures |= {"direct": all(each.direct for each in both), "cold": all(each.cold for each in both)}
-    return Finding(name, verdict, f"{rates} ({', '.join(notes)})", advice, figures)
+    return found(
+        verdict,
+        f"{rates} ({', '.join(doubts if instead else [how, *doubts])})",
+        "less than a project folder on NFS gives one process (0.5 GB/s)" if verdict == "slow" else "",
+        test_bytes=place.size_bytes,
+        bytes_per_second=best,
+        doubts=doubts,
+        **{f"bytes_per_second_{each.streams}": each.rate for each in both},
+        direct=all(each.direct for each in both),
+        cold=all(each.cold for each in both),
+    )
 
 
-def _write(file: FileWriter, data: memoryview, size: int, stop: float) -> tuple[int, bool]:
-    """Write a file until it is full or the time is over, and flush it: how many bytes, and whether by direct I/O."""
-    done = unflushed = 0
-    with file:
-        # At least one call, so that there is a rate.
-        while done < size and (not done or time.monotonic() < stop):
-            piece = data[: min(len(data), size - done)]
-            file.write(piece, done)
-            done, unflushed = done + len(piece), unflushed + len(piece)
-            if unflushed >= _FLUSH_BYTES and not file.is_direct:
-                file.flush()  # else the last flush takes longer than the test may
-                unflushed = 0
-        file.flush(done)
-    return done, file.is_direct
+def _write(place: Place, streams: int) -> _Sample:
+    """Write files of one stream each, and flush them and the directory. The files stay."""
+    from ckptman.storage.io.file_writer import FileWriter  # not at the top: it loads numpy, which the verb does without
+
+    size = max(ALIGN_BYTES, place.size_bytes // streams // ALIGN_BYTES * ALIGN_BYTES)
+    memory = mmap.mmap(-1, STRIDE_BYTES)
+    memory.write(os.urandom(STRIDE_BYTES))
+    data = memoryview(memory)
+    began = time.monotonic()
+
+    def write(number: int) -> tuple[int, bool]:
+        done = unflushed = 0
+        with FileWriter(place.own / f"stream-{number}", size, disk=place.disk, flags=os.O_EXCL) as file:
+            # At least one call, so that there is a rate.
+            while done < size and (not done or time.monotonic() < began + place.part_seconds):
+                piece = data[: min(len(data), size - done)]
+                file.write(piece, done)
+                done, unflushed = done + len(piece), unflushed + len(piece)
+                if unflushed >= _FLUSH_BYTES and not file.is_direct:
+                    file.flush()  # else the last flush takes longer than the test may
+                    unflushed = 0
+            file.flush(done)
+        return done, file.is_direct
+
+    with ThreadPoolExecutor(streams) as pool:
+        moved = list(pool.map(write, range(streams)))
+    place.disk.sync_folder(place.own)
+    seconds, count = time.monotonic() - began, sum(each for each, _ in moved)
+    return _Sample(streams, count, count / max(seconds, 1e-9), all(direct for _, direct in moved))
 
 
-def _read(paths: Sequence[Path], stop: float) -> tuple[int, bool]:
-    """Read files until they end or the time is over: how many bytes, and whether all of them by direct I/O."""
-    done, direct = 0, True
-    scratch = memoryview(mmap.mmap(-1, STRIDE_BYTES))
-    for path in paths:
-        with closing(FileReader(path)) as file:
-            offset, size = 0, os.fstat(file.open()).st_size
-            while offset < size and (not done or time.monotonic() < stop):
-                wanted = min(len(scratch), size - offset)
-                count = file.read_direct(offset, wanted, scratch)
-                if not count:
-                    direct = False
-                    count = file.read([scratch[:wanted]], offset)
-                done, offset = done + count, offset + count
-    return done, direct
+def _read(place: Place, streams: int, in_memory: bool) -> _Sample:
+    """Read the files of `_write` once, past the cache of this host as far as it lets go of them."""
+    paths = sorted(place.own.glob("stream-*"))
+    dropped = [_drop(path) for path in paths]
+    began = time.monotonic()
+
+    def read(paths: Sequence[Path]) -> tuple[int, bool]:
+        done, direct = 0, True
+        scratch = memoryview(mmap.mmap(-1, STRIDE_BYTES))
+        for path in paths:
+            with closing(FileReader(path)) as file:
+                offset, size = 0, os.fstat(file.open()).st_size
+                while offset < size and (not done or time.monotonic() < began + place.part_seconds):
+                    wanted = min(len(scratch), size - offset)
+                    count = file.read_direct(offset, wanted, scratch)
+                    if not count:
+                        direct = False
+                        count = file.read([scratch[:wanted]], offset)
+                    done, offset = done + count, offset + count
+        return done, direct
+
+    with ThreadPoolExecutor(streams) as pool:
+        moved = list(pool.map(read, (paths[number::streams] for number in range(streams))))
+    seconds, count, direct = time.monotonic() - began, sum(each for each, _ in moved), all(each for _, each in moved)
+    cold = not in_memory and all(direct if each is None else each for each in dropped)
+    return _Sample(streams, count, count / max(seconds, 1e-9), direct, cold)
 
 
 def _drop(path: Path) -> bool | None:
-    """Take a file out of the page cache; whether its first byte is gone from it, None where nobody can say."""
+    """Take a file out of the page cache; return whether its first byte is gone from it, None if nobody can say."""
     with closing(FileReader(path)) as file:
         with suppress(OSError):
             os.posix_fadvise(file.open(), 0, 0, os.POSIX_FADV_DONTNEED)
         cached = file.is_cached(0)
     return None if cached is None else not cached
-
-
-def _repeat(paths: Sequence[Path], work: Callable[[Path], object], limit_seconds: float) -> tuple[int, float]:
-    """Do something to one path after the other: to how many, and to how many a second."""
-    began, count = time.monotonic(), 0
-    for path in paths:
-        work(path)
-        count += 1
-        if time.monotonic() > began + limit_seconds:
-            break
-    return count, count / max(time.monotonic() - began, 1e-9)
-
-
-def _rate(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"

@@ -13,7 +13,7 @@ from ckptman.engine.saving.staging import RESERVE_BYTES
 from ckptman.engine.saving.warm_copy import why_not_kept
 from ckptman.runtime.journal import read_journal
 from ckptman.storage.format.paths import data_name
-from ckptman.tools.doctor.mount import parse_mountinfo
+from ckptman.storage.io.mount import parse_mountinfo
 
 COUNT = 1_000_000
 

@@ -5,9 +5,9 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,25 +16,26 @@ import ckptman.storage.io.file_writer  # noqa: F401 so that no check imports Num
 from ckptman.errors import BusyError, ConfigError
 from ckptman.runtime.deadline import run_command
 from ckptman.storage.io.durable_files import DISK
+from ckptman.storage.io.mount import parse_mountinfo
 from ckptman.tools.doctor import examine as checks
-from ckptman.tools.doctor import filesystem_checks, mount, renames, second_client
-from ckptman.tools.doctor.examine import LEAST_BYTES, bill, examine
+from ckptman.tools.doctor import mount_checks, second_client
+from ckptman.tools.doctor.examine import bill, examine
 from ckptman.tools.doctor.finding import Finding
+from ckptman.tools.doctor.speed import LEAST_BYTES
 from tests.helpers import unprivileged
 from tests.helpers.faulty_disk import disk_whose
-from tests.tools.doctor.test_mount import LFS, TABLE, Commands
+from tests.storage.io.test_mount import TABLE
+from tests.storage.io.test_quota import LFS, Commands
+from tests.tools.doctor.places import SIZE
 
-SIZE = 8 * 1024 * 1024
-PROMISES = ["other clients", "rename", "replace", "fsync", "claim", "locks", "clock", "direct I/O", "reserve", "links"]
-SPEEDS = ["small files", "write", "read"]
-ALL = ["file system", "space", "quota", "writable", *PROMISES, *SPEEDS]
+ALL = [check.name for check in checks.CHECKS]
 CORE = [("make_folder", "writable"), ("rename", "rename"), ("sync_file", "fsync"), ("create_file", "claim")]
-"""Operations of a disk, and the check that meets each first. Saves build on these checks."""
+"""Operations of a disk, and the check that meets each first. Saves rely on these checks."""
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder in use: what is in it must be left alone."""
+    """A directory in use: its content must be left alone."""
     (tmp_path / "step-0000000001").mkdir()
     (tmp_path / "step-0000000001" / "manifest.json").write_text("in use")
     yield tmp_path
@@ -45,16 +46,22 @@ def folder(tmp_path):
 @pytest.fixture(autouse=True)
 def quickly_and_without_commands(monkeypatch):
     monkeypatch.setattr(checks, "REPEAT_SECONDS", 0.05)
-    monkeypatch.setattr(checks, "run_command", lambda command, timeout_seconds: Commands({})(command))
+    monkeypatch.setattr(mount_checks, "run_command", lambda command, timeout_seconds: Commands({})(command))
 
 
 def mounted(monkeypatch, line):
     """Have the kernel show one mount."""
-    monkeypatch.setattr(mount, "read_mounts", lambda: mount.parse_mountinfo(line))
+    monkeypatch.setattr(checks, "read_mounts", lambda: parse_mountinfo(line))
+
+
+def checked_by(monkeypatch, name, run):
+    """Have another function be a check."""
+    changed = [replace(check, run=run) if check.name == name else check for check in checks.CHECKS]
+    monkeypatch.setattr(checks, "CHECKS", changed)
 
 
 def quick(folder, disk=DISK, **more):
-    """Examine a folder on a disk; what was found, by name."""
+    """Examine a directory on a disk; return the findings by name."""
     found = examine(folder, size_bytes=SIZE, disk=disk, **{"timeout_seconds": 20.0, **more})
     return {each.name: each for each in found}
 
@@ -67,21 +74,26 @@ def hang(*_):
     time.sleep(600)
 
 
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
+def refusing(number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    return refuse
 
 
 def test_everything_passes_on_a_disk_that_works(folder):
     noted = []
-    found = quick(folder, note=noted.append)
-    assert list(found) == noted == ALL
-    assert failed(found) == []
-    good = {"rename", "replace", "fsync", "claim", "locks", "clock", "links", "writable"}
+    found = quick(folder, note=noted.append, against_bytes=10**6)
+    assert noted == ALL
+    assert (list(found), failed(found)) == ([*ALL, "save", "load", "interval"], [])
+    good = {"rename", "replace", "fsync", "claim", "locks", "writable"}
     assert {name for name in good if found[name].verdict not in ("ok", "slow")} == set()
     assert (found["rename"].figures["renames"] >= 9, found["replace"].figures["replaced"] >= 3) == (True, True)
     assert found["write"].figures["bytes_per_second"] > 0
     assert found["read"].figures["bytes_per_second_4"] > 0
     assert found["small files"].figures["create_per_second"] > 0
+    assert (found["save"].verdict, found["load"].verdict) == ("warning", "warning")
+    assert "rough: measured on 8.39 MB)" in found["save"].value
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
@@ -94,28 +106,12 @@ def test_a_file_system_in_memory_is_never_read_cold():
     assert found["file system"].verdict == "warning"
 
 
-def test_a_mount_that_takes_fsync_away_is_a_warning(folder, monkeypatch):
-    mounted(monkeypatch, "50 1 0:1 / / rw - overlay overlay rw,volatile")
-    found = quick(folder)["fsync"]
-    assert (found.verdict, "fsync does nothing" in found.advice) == ("warning", True)
-
-
-def test_a_root_that_cannot_be_claimed_is_found(folder, monkeypatch):
-    def refuse(*args, **more):
-        raise BusyError("root", "elsewhere", 7, None)
-
-    monkeypatch.setattr(filesystem_checks, "claim", refuse)
-    found = quick(folder)["claim"]
-    assert (found.verdict, found.advice) == ("FAILED", "two runs could write to one root")
-    assert "being written to by another run" in found.value
-
-
 def test_no_more_is_written_than_was_said(tmp_path):
     inside, noted = tmp_path / "inside", tmp_path / "noted"
     inside.mkdir()
 
     def sync(fd):
-        """Note how many bytes lie in the folder."""
+        """Note how many bytes the directory holds."""
         DISK.sync_file(fd)
         own = Path(f"/proc/self/fd/{fd}").readlink()
         held = sum(path.stat().st_size for path in (own if own.is_dir() else own.parent).glob("*") if path.is_file())
@@ -124,13 +120,12 @@ def test_no_more_is_written_than_was_said(tmp_path):
 
     found = quick(inside, disk_whose("sync_file", sync))
     most = max(map(int, noted.read_text().split()))
-    assert SIZE <= most < SIZE * 1.1, "little files of other checks lie beside it"
+    assert SIZE <= most < SIZE * 1.1, "small files of other checks are beside it"
     assert found["write"].figures["test_bytes"] == SIZE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("free", "tried"), [(100 * 1024 * 1024, 5 * 1024 * 1024), (10 * 1024 * 1024, None)])
-def test_never_more_than_a_twentieth_of_what_is_free(free, tried, tmp_path, monkeypatch):
+def test_never_more_than_a_twentieth_of_the_free_space(free, tried, tmp_path, monkeypatch):
     space = os.statvfs_result((1, 1, 10**10, free, free, 10, 5, 5, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: space)
     found = quick(tmp_path)
@@ -144,18 +139,17 @@ def test_never_more_than_a_twentieth_of_what_is_free(free, tried, tmp_path, monk
 def test_a_quota_bounds_the_test_too(tmp_path, monkeypatch):
     mounted(monkeypatch, TABLE.splitlines()[3].replace("/scratch rw", "/ rw"))
     run = Commands({f"lfs quota -q -u {os.getuid()} {tmp_path}": LFS.replace("2000000", "1100000")})
-    monkeypatch.setattr(checks, "run_command", lambda command, timeout_seconds: run(command))
+    monkeypatch.setattr(mount_checks, "run_command", lambda command, timeout_seconds: run(command))
     found = quick(tmp_path)
     assert found["quota"].verdict == "warning"
     assert found["write"].figures["test_bytes"] == int(0.05 * 100_000 * 1024) // 4096 * 4096
 
 
-def rates(write, read=1e9, **more):
-    """What the checks of the speed found."""
-    return [
-        Finding(name, "ok", "", figures={"bytes_per_second": rate, **more})
-        for name, rate in (("write", write), ("read", read))
-    ]
+def costs(write, read=1e9, other=(), doubts=()):
+    """The bill of a checkpoint at these rates."""
+    rates = {"write": {"bytes_per_second": write, "doubts": doubts}, "read": {"bytes_per_second": read}}
+    found = {name: Finding(name, "ok", "", figures=figures) for name, figures in {**dict(other), **rates}.items()}
+    return lambda size: bill(found, size)
 
 
 @pytest.mark.parametrize(
@@ -167,48 +161,25 @@ def rates(write, read=1e9, **more):
     ],
 )
 def test_what_a_checkpoint_costs(write, save, interval, verdict, advice):
-    rows = {each.name: each for each in bill(rates(write), 70 * 10**9)}
+    rows = {each.name: each for each in costs(write)(70 * 10**9)}
     assert (rows["save"].value, rows["load"].value) == (save, "70 GB in 70 s")
     assert rows["interval"].value.startswith(interval)
     assert rows["interval"].verdict == verdict
     assert advice in rows["interval"].advice
-    assert bill(rates(write), None) == []
-    assert bill([Finding("write", "unknown", "")], 70) == []
+    assert costs(write)(None) == bill({"write": Finding("write", "unknown", "")}, 70) == []
 
 
-def test_no_save_is_told_to_be_faster_than_its_files_and_folders():
-    files = Finding("small files", "ok", "", figures={"create_per_second": 100.0, "stat_per_second": 600.0})
-    sync = Finding("fsync", "ok", "", figures={"file_seconds": 0.003, "folder_seconds": 0.002})
-    save, load, interval = bill([sync, files, *rates(2e9)], 70)
+def test_a_save_takes_at_least_as_long_as_its_files_and_directories():
+    files = {"create_per_second": 100.0, "stat_per_second": 600.0}
+    sync = {"file_seconds": 0.003, "folder_seconds": 0.002}
+    save, load, interval = costs(2e9, other={"small files": files, "fsync": sync})(70)
     assert save.figures["seconds"] == pytest.approx(6 * 0.01 + 2 * 0.002)
     assert (save.value, load.value) == ("70 B in 0.064 s", "70 B in 0.01 s")
     assert interval.value.startswith("at least 1.28 s where saves block training")
-    refused = Finding("fsync", "warning", "", figures={"file_seconds": 0.05, "folder_seconds": None})
-    assert bill([refused, files, *rates(2e9)], 70)[0].value == "70 B in 0.3 s"
-
-
-def test_times_of_nothing_are_not_told_more_exactly_than_they_are_known():
-    save, load, interval = bill(rates(1e9), 70)
-    assert (save.value, load.value) == ("70 B in less than 0.001 s",) * 2
-    assert interval.value.startswith("at least 0.001 s where")
-
-
-def test_a_cost_at_a_rate_that_is_not_that_of_a_checkpoint_says_so(folder):
-    found = quick(folder, against_bytes=10**6)
-    assert (found["save"].verdict, found["load"].verdict) == ("warning", "warning")
-    assert "rough: measured on 8.39 MB)" in found["save"].value
-    rows = bill(rates(1e6, 1e6, doubts=["from memory", "stopped after 9 MB"]), 10**6)
-    assert [each.value for each in rows[:2]] == ["1 MB in 1 s (from memory, stopped after 9 MB)"] * 2
-
-
-@pytest.mark.parametrize(("limit", "told"), [(3.0, "0.25 s"), (60.0, "0.5 s")])
-def test_what_repeats_ends_well_before_a_short_limit(limit, told, folder, monkeypatch):
-    def full(own, disk, seconds, second):
-        raise OSError(errno.ENOSPC, f"{seconds:g} s")  # which ends all checks
-
-    monkeypatch.setattr(checks, "REPEAT_SECONDS", 1.0)
-    monkeypatch.setattr(renames, "check_rename", full)
-    assert quick(folder, timeout_seconds=limit)["space"].value.endswith(told)
+    refused = {"file_seconds": 0.05, "folder_seconds": None}
+    assert costs(2e9, other={"small files": files, "fsync": refused})(70)[0].value == "70 B in 0.3 s"
+    assert costs(1e9)(70)[0].value == "70 B in less than 0.001 s"
+    assert costs(1e6, doubts=["stopped after 9 MB"])(10**6)[0].value == "1 MB in 1 s (stopped after 9 MB)"
 
 
 @pytest.mark.slow
@@ -216,7 +187,7 @@ def test_a_command_that_hangs_is_not_a_file_system_that_does(tmp_path, monkeypat
     (tmp_path / "quota").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "quota").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(checks, "run_command", run_command)
+    monkeypatch.setattr(mount_checks, "run_command", run_command)
     found = {each.name: each for each in examine(tmp_path, size_bytes=LEAST_BYTES, timeout_seconds=3.0)}
     assert (found["quota"].verdict, failed(found)) == ("unknown", [])
 
@@ -236,98 +207,73 @@ def test_a_disk_that_hangs_is_left_alone(operation, name, folder):
         assert {each.verdict for each in after} == {"unknown"}
 
 
-def test_a_folder_that_cannot_even_be_looked_at_does_not_answer(folder, monkeypatch):
+def test_a_directory_that_cannot_even_be_looked_at_does_not_answer(folder, monkeypatch):
     monkeypatch.setattr(os.path, "realpath", hang)
     found = quick(folder, timeout_seconds=0.3)
-    assert failed(found) == ["answer"]
+    assert (list(found), failed(found)) == (["file system", "answer"], ["answer"])
     assert found["answer"].value == f"{folder} does not answer within 0.3 s"
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_removed_is_named(tmp_path):
+def test_a_directory_that_cannot_be_removed_is_named(tmp_path):
     found = quick(tmp_path, disk_whose("remove_tree", hang), timeout_seconds=1.0)
     (left,) = tmp_path.iterdir()
     assert (found["clean-up"].verdict, found["clean-up"].advice) == ("FAILED", f"see that {left} is gone")
 
 
 @pytest.mark.parametrize(("operation", "name"), [*CORE, ("reserve", "reserve")])
-def test_a_check_that_is_killed_fails_where_saves_build_on_it_and_the_others_go_on(operation, name, folder):
-    found = quick(folder, disk_whose(operation, die))
+def test_a_check_that_is_killed_fails_if_saves_rely_on_it_and_the_others_go_on(operation, name, folder):
+    found = quick(folder, disk_whose(operation, lambda *_: os.kill(os.getpid(), signal.SIGKILL)))
     assert "killed by SIGKILL" in found[name].value
     assert list(found) == (ALL if name != "writable" else ALL[:4])
     if name == "reserve":
         assert found[name].verdict == "unknown"
-        assert found["small files"].verdict in ("ok", "slow")
     else:
         assert (found[name].verdict, found[name].advice) == ("FAILED", "it was not found out: run doctor again")
 
 
-def test_a_check_that_goes_wrong_is_told_and_the_others_go_on(folder, monkeypatch):
-    def go_wrong(*args, **more):
+def test_errors_of_a_check_are_findings_and_the_others_go_on(folder, monkeypatch):
+    def owned(place):
+        raise BusyError("root", "elsewhere", 7, None)
+
+    def go_wrong(place):
         raise OverflowError("too large")
 
-    monkeypatch.setattr(filesystem_checks, "check_links", go_wrong)
-    monkeypatch.setattr(filesystem_checks, "check_claim", go_wrong)
+    checked_by(monkeypatch, "claim", owned)
+    checked_by(monkeypatch, "locks", go_wrong)
     found = quick(folder)
-    assert list(found) == ALL
-    assert (found["links"].verdict, found["links"].value) == ("unknown", "OverflowError: too large")
-    assert failed(found) == ["claim"]
+    assert (list(found), failed(found)) == (ALL, ["claim"])
+    assert found["claim"].advice == "two runs could write to one root"
+    assert "being written to by another run" in found["claim"].value
+    assert (found["locks"].verdict, found["locks"].value) == ("unknown", "OverflowError: too large")
 
 
 @pytest.mark.parametrize(
-    ("number", "name", "advice"),
+    ("operation", "number", "name", "advice"),
     [
-        (errno.ENOSPC, "space", "the disk is full: nothing can be saved"),
-        (errno.EDQUOT, "quota", "the quota is used up: nothing can be saved"),
+        ("make_folder", errno.ENOSPC, "space", "the disk is full: nothing can be saved"),
+        ("write_at", errno.ENOSPC, "space", "the disk is full: nothing can be saved"),
+        ("create_file", errno.EDQUOT, "quota", "the quota is used up: nothing can be saved"),
     ],
 )
-@pytest.mark.parametrize("operation", ["make_folder", "rename", "write_at", "create_file"])
-def test_a_disk_that_is_full_is_told_of_its_space_or_quota_and_tried_no_more(operation, number, name, advice, folder):
-    def refuse(*_):
-        raise OSError(number, os.strerror(number))
-
-    found = quick(folder, disk_whose(operation, refuse))
+def test_a_full_disk_or_quota_is_told_at_its_row_and_nothing_more_is_tried(operation, number, name, advice, folder):
+    found = quick(folder, disk_whose(operation, refusing(number)))
     assert failed(found) == [name]
     assert (os.strerror(number) in found[name].value, found[name].advice) == (True, advice)
     assert "free_bytes" in found["space"].figures
     (at,) = [each for each in found if found[each].value == "not tried to its end: there is no room"]
-    assert found[at].verdict == "unknown"
     after = {found[each].value for each in list(found)[list(found).index(at) + 1 :]}
     assert after == ({"not tried: there is no room"} if operation != "make_folder" else set())
 
 
-def test_a_quota_that_shows_when_it_is_used_up_is_a_finding_where_no_mount_is_known(folder, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    mounted(monkeypatch, "")
-    found = quick(folder, disk_whose("rename", refuse))
-    assert (failed(found), found["quota"].value) == (["quota"], "Disk quota exceeded")
-
-
-def test_on_a_disk_that_is_read_only_there_is_nothing_to_clean_up(folder):
-    def refuse(*_):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
+def test_on_a_read_only_disk_there_is_nothing_to_clean_up(folder):
     class ReadOnly(type(DISK)):
-        make_folder = remove_tree = refuse
+        make_folder = remove_tree = refusing(errno.EROFS)
 
     found = quick(folder, ReadOnly())
-    assert list(found) == ["file system", "space", "quota", "writable"]
-    assert failed(found) == ["writable"]
-    assert (found["writable"].value, found["writable"].advice) == (
-        "Read-only file system",
-        "read-only: nothing can be saved",
-    )
-
-
-@pytest.mark.parametrize(("line", "verdict"), [("- ext4 /dev/vda rw", "ok"), ("- lustre x:/y rw", "unknown")])
-def test_one_host_cannot_see_what_others_see(line, verdict, folder, monkeypatch):
-    mounted(monkeypatch, f"50 1 0:1 / / rw {line}")
-    found = quick(folder)["other clients"]
-    assert found.verdict == verdict
-    assert (verdict == "unknown") == ("--second-client" in found.advice), found
-    assert failed(quick(folder)) == []
+    assert (list(found), failed(found)) == (["file system", "space", "quota", "writable"], ["writable"])
+    assert found["writable"].value == "Read-only file system"
+    assert found["writable"].advice == "read-only: nothing can be saved"
 
 
 def test_between_two_clients_is_measured_what_is_between_them(folder, monkeypatch):
@@ -347,7 +293,7 @@ def test_a_command_that_starts_nothing_ends_it(folder):
         quick(folder, second_command=("false",))
 
 
-def test_a_folder_of_somebody_else_fails(tmp_path):
+def test_a_directory_of_somebody_else_fails(tmp_path):
     tmp_path.chmod(0o555)
     try:
         unprivileged.need_refusal(tmp_path)
@@ -359,7 +305,7 @@ def test_a_folder_of_somebody_else_fails(tmp_path):
     assert [each["name"] for each in found if each["verdict"] == "FAILED"] == ["writable"]
 
 
-@pytest.mark.parametrize("at", ["rename", "claim", "write", "read"])
+@pytest.mark.parametrize("at", ["rename", "read"])
 def test_ctrl_c_leaves_nothing(at, folder):
     def interrupt(name):
         if name == at:
@@ -370,17 +316,9 @@ def test_ctrl_c_leaves_nothing(at, folder):
         quick(folder, note=interrupt)
 
 
-def test_what_a_doctor_that_was_killed_left_is_told(tmp_path):
+def test_the_directory_of_a_killed_doctor_is_told(tmp_path):
     left = tmp_path / ".ckptman-doctor-0123abcd"
     left.mkdir()
     found = quick(tmp_path)["writable"]
     assert (found.verdict, left.name in found.value) == ("warning", True)
     assert left.is_dir(), "it may be at work right now"
-
-
-def test_commands_that_hang_or_fail_are_no_trouble():
-    with pytest.raises(FileNotFoundError):
-        run_command(["there-is-no-such-command"])
-    assert run_command(["printf", r"hello \377"]) == "hello \ufffd"
-    with pytest.raises(subprocess.TimeoutExpired):
-        run_command(["sleep", "60"], timeout_seconds=0.1)

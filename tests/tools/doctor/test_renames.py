@@ -5,15 +5,17 @@ import os
 import re
 import shutil
 import time
+from functools import partial
 
 import pytest
 
-from ckptman.storage.io.durable_files import DISK
-from ckptman.storage.io.isolated_process import run_isolated
 from ckptman.tools.doctor import renames, second_client
 from ckptman.tools.doctor.second_client import HERE, Second
 from tests.helpers.faulty_disk import disk_whose
+from tests.tools.doctor.places import isolated
 from tests.tools.doctor.test_second_client import elsewhere
+
+check_rename, check_replace = partial(renames.check, renames.COMMITS), partial(renames.check, renames.REPLACEMENTS)
 
 
 def copy(source, target):
@@ -73,37 +75,37 @@ def go_away(source, target):
     ],
 )
 def test_a_rename_that_is_not_atomic_is_found(rename, told, tmp_path):
-    found = run_isolated(lambda: renames.check_rename(tmp_path, disk_whose("rename", rename)), 30)
+    found = isolated(check_rename, tmp_path, disk=disk_whose("rename", rename))
     assert found.verdict == "FAILED"
     assert re.search(told, found.value), found.value
     assert found.advice.startswith("commits are not safe here: a run could load half a checkpoint, or find none")
 
 
 def test_a_file_that_is_replaced_by_writing_over_it_is_found(tmp_path):
-    found = run_isolated(lambda: renames.check_replace(tmp_path, disk_whose("rename", rewrite)), 30)
+    found = isolated(check_replace, tmp_path, disk=disk_whose("rename", rewrite))
     told = "a file that was replaced was seen with 4,096 of 4,096 bytes, or with those of two saves"
     assert (found.verdict, found.value) == ("FAILED", told)
     assert found.advice.startswith("what ckptman notes beside checkpoints (rules, tiers, pins) could be read damaged")
 
 
 def test_a_file_that_is_gone_while_it_is_replaced_is_a_warning_with_what_it_means(tmp_path):
-    found = run_isolated(lambda: renames.check_replace(tmp_path, disk_whose("rename", go_away)), 30)
+    found = isolated(check_replace, tmp_path, disk=disk_whose("rename", go_away))
     assert found.verdict == "warning"
     assert re.fullmatch(
-        r"another process could not read a file for up to \S+ s while it was replaced \(No such file or directory\), "
-        r"\d+ times of \d+",
+        r"a file is old or new, never a mixture, but another process could not read a file that was replaced for up to "
+        r"\S+ s \(No such file or directory\), \d+ times of \d+",
         found.value,
     )
     assert found.advice.endswith("pin nothing again, and start no run, while another process prunes")
-    assert run_isolated(lambda: renames.check_rename(tmp_path, disk_whose("rename", go_away)), 30).verdict == "ok"
+    assert isolated(check_rename, tmp_path, disk=disk_whose("rename", go_away)).verdict == "ok"
 
 
-@pytest.mark.parametrize("check", [renames.check_rename, renames.check_replace])
+@pytest.mark.parametrize("check", [check_rename, check_replace])
 @pytest.mark.parametrize("other", [HERE, Second(("elsewhere",), "node2")])
 def test_a_stale_name_is_looked_at_again_and_told(check, other, tmp_path, monkeypatch):
     monkeypatch.setattr(renames, "_see", _see_after(OSError(errno.ESTALE, os.strerror(errno.ESTALE))))
     elsewhere(monkeypatch)
-    found = run_isolated(lambda: check(tmp_path, seconds=0.0, second=other), 30)
+    found = isolated(check, tmp_path, repeat_seconds=0.0, second=other)
     assert found.verdict == "warning"
     assert f"{other.who} could not read a f" in found.value
     assert "(Stale file handle)" in found.value
@@ -114,15 +116,15 @@ def test_a_file_that_stays_stale_fails(tmp_path, monkeypatch):
     stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
     monkeypatch.setattr(second_client, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(renames, "_see", _see_after(stale, 1 << 60))
-    found = run_isolated(lambda: renames.check_replace(tmp_path), 30)
+    found = isolated(check_replace, tmp_path)
     told = "a file that was replaced could not be read for 0.1 s: Stale file handle"
     assert (found.verdict, found.value) == ("FAILED", told)
 
 
-@pytest.mark.parametrize("check", [renames.check_rename, renames.check_replace])
+@pytest.mark.parametrize("check", [check_rename, check_replace])
 def test_any_other_error_of_reading_fails(check, tmp_path, monkeypatch):
     monkeypatch.setattr(renames, "_see", _see_after(OSError(errno.EIO, os.strerror(errno.EIO))))
-    found = run_isolated(lambda: check(tmp_path), 30)
+    found = isolated(check, tmp_path)
     assert found.verdict == "FAILED"
     assert "could not be read at that moment: Input/output error" in found.value
 
@@ -159,10 +161,10 @@ def test_what_another_client_sees_late_or_not_at_all_is_slow(tmp_path, monkeypat
     monkeypatch.setattr(second_client, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(renames, "_see", lambda folder, change, is_elsewhere: change.old)
     for check, late in (
-        (renames.check_rename, "commits are whole when they are seen, and seen late"),
-        (renames.check_replace, "rules, pins and outcomes are read as they were for so long"),
+        (check_rename, "commits are whole when they are seen, and seen late"),
+        (check_replace, "rules, pins and outcomes are read as they were for so long"),
     ):
-        found = run_isolated(lambda check=check: check(tmp_path, second=second), 30)
+        found = isolated(check, tmp_path, second=second)
         assert (found.verdict, found.advice) == ("slow", late)
         assert found.value.endswith("but node2 did not see it within 0.1 s")
 
@@ -170,7 +172,7 @@ def test_what_another_client_sees_late_or_not_at_all_is_slow(tmp_path, monkeypat
 def test_a_name_that_another_client_remembers_is_told(tmp_path, monkeypatch):
     second = elsewhere(monkeypatch)
     monkeypatch.setattr(renames, "_PROMPT_SECONDS", 0.0)
-    found = run_isolated(lambda: renames.check_rename(tmp_path, seconds=0.0, second=second), 30)
+    found = isolated(check_rename, tmp_path, repeat_seconds=0.0, second=second)
     assert found.verdict == "ok"
     told = (
         r"atomic, and seen by node2 after \S+ s at most, 9 times; a checkpoint that was deleted is found there by its "
@@ -182,7 +184,7 @@ def test_a_name_that_another_client_remembers_is_told(tmp_path, monkeypatch):
 def test_a_commit_that_others_see_late_is_slow(tmp_path, monkeypatch):
     monkeypatch.setattr(renames, "SLOW_SIGHT_SECONDS", 0.1)
     monkeypatch.setattr(renames, "_see", _see_late)
-    found = run_isolated(lambda: renames.check_rename(tmp_path, DISK, seconds=0.0), 30)
+    found = isolated(check_rename, tmp_path, repeat_seconds=0.0)
     assert found.verdict == "slow"
     assert "another process saw it only after 0.2" in found.value
 
@@ -196,7 +198,7 @@ def _see_late(folder, change, is_elsewhere, see=renames._see):
 
 def test_a_commit_that_is_never_seen_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(second_client, "PATIENCE_SECONDS", 0.2)
-    found = run_isolated(lambda: renames.check_rename(tmp_path, disk_whose("rename", lambda *_: None)), 30)
+    found = isolated(check_rename, tmp_path, disk=disk_whose("rename", lambda *_: None))
     assert (found.verdict, found.value) == (
         "FAILED",
         "a folder that was renamed was not seen by another process for 0.2 s",

@@ -9,9 +9,11 @@ import pytest
 from ckptman.errors import ConfigError
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.isolated_process import run_isolated
+from ckptman.storage.io.mount import parse_mountinfo
 from ckptman.tools.doctor import second_client
 from ckptman.tools.doctor.second_client import HERE, Second, check_clients, find_token
 from tests.helpers.faulty_disk import disk_whose
+from tests.tools.doctor.places import isolated, place_at
 
 NOISY = ("sh", "-c", 'echo Welcome to node2; echo "a prompt without an end" >&2; exec "$@"', "sh")
 
@@ -36,21 +38,26 @@ def break_off(pipe, folder, disk):
 
 @pytest.mark.parametrize("command", [("env",), NOISY], ids=["quiet", "noisy"])
 def test_this_host_is_no_other_client(command, tmp_path):
-    found = run_isolated(lambda: check_clients(tmp_path, Second(command), True), 60)
+    found = isolated(check_clients, tmp_path, second=Second(command))
     assert (found.verdict, found.value) == ("warning", f"{socket.gethostname()} is this host, with this mount")
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [("ext4 /dev/vda", "ok"), ("lustre x:/y", "unknown")])
+def test_one_host_cannot_see_what_others_see(kind, verdict, tmp_path):
+    (mount,) = parse_mountinfo(f"50 1 0:1 / / rw - {kind} rw")
+    found = check_clients(place_at(tmp_path, mount=mount))
+    assert (found.verdict, "--second-client" in found.advice) == (verdict, verdict == "unknown")
 
 
 def test_a_client_that_does_not_see_the_folder_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(second_client, "PATIENCE_SECONDS", 0.05)
     nowhere = disk_whose("write_file", lambda path, data: None)
-    found = run_isolated(lambda: check_clients(tmp_path, Second(("env",)), True, nowhere), 60)
+    found = isolated(check_clients, tmp_path, second=Second(("env",)), disk=nowhere)
     value = f"{socket.gethostname()} does not see what this host writes here: No such file or directory"
     assert (found.verdict, found.value) == ("FAILED", value)
     other = disk_whose("write_file", lambda path, data: DISK.write_file(path, b"other"))
-    assert (
-        "other bytes are there"
-        in run_isolated(lambda: check_clients(tmp_path, Second(("env",)), True, other), 60).value
-    )
+    found = isolated(check_clients, tmp_path, second=Second(("env",)), disk=other)
+    assert found.value.endswith("other bytes are there")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +75,7 @@ def test_a_client_that_does_not_see_the_folder_fails(tmp_path, monkeypatch):
 def test_a_command_that_starts_no_process_is_told_with_its_last_words(command, told, tmp_path, monkeypatch):
     monkeypatch.setattr(second_client, "START_SECONDS", 1.0 if "600" in str(command) else 60.0)
     with pytest.raises(ConfigError) as raised:
-        run_isolated(lambda: check_clients(tmp_path, Second(command), True), 120)
+        isolated(check_clients, tmp_path, second=Second(command))
     assert told in str(raised.value)
 
 

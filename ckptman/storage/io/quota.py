@@ -1,5 +1,4 @@
-"""Quotas, where the file system or a command of the site tells them, and what a file system holds in all. Never
-required."""
+"""Quotas, as far as the file system or a command of the site reports them, and the size of a file system."""
 
 from __future__ import annotations
 
@@ -12,9 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptman.runtime.deadline import run_command
-from ckptman.tools.doctor.finding import Finding, size_text
-from ckptman.tools.doctor.mount import Mount, family_of, find_mount, read_mounts, room_for
+from ckptman.storage.io.mount import Mount, family_of, find_mount, read_mounts
 
 Run = Callable[[Sequence[str]], str]
 """Runs a command and returns what it prints. Raises: OSError, subprocess.SubprocessError."""
@@ -89,18 +86,17 @@ def ceph_quotas(folder: str, point: str) -> list[Quota]:
     return found
 
 
-def capacity_bytes(root: Path) -> int:
-    """Return the bytes of the file system under a root, or of the smallest quota that counts for it: what a limit in
-    percent is of. Raises: OSError.
+def capacity_bytes(root: Path, run: Run) -> int:
+    """Return the size of the file system under a root, or of the smallest known quota: a limit in percent refers to it.
 
-    A quota that no command tells is not known. Called by `ckptman prune`, and by a run as it starts.
+    Raises: OSError.
     """
     space = os.statvfs(root)
     sizes = [space.f_blocks * space.f_frsize]
     path = os.path.realpath(root)
     mounted = find_mount(read_mounts(), path)
     if mounted is not None:
-        found = quotas(path, mounted, run_command, os.getuid(), Path(path).stat().st_gid)
+        found = quotas(path, mounted, run, os.getuid(), Path(path).stat().st_gid)
         sizes += [each.limit_bytes for each in found if each.limit_bytes is not None]
     return min(sizes)
 
@@ -134,29 +130,6 @@ def parse_mmlsquota(printed: str) -> list[Quota]:
             over = [row.get(name) == "expired" for name in ("blockGrace", "filesGrace")]
             found.append(_quota(whose, numbers, *over))
     return found
-
-
-def check_quota(found: Sequence[Quota], against_bytes: int | None = None) -> Finding:
-    """Check the quota that leaves least, against room for two checkpoints."""
-    limited = [each for each in found if each.limit_bytes is not None or each.limit_files is not None or each.in_grace]
-    if not found:
-        advice = "nothing tells it here: a quota shows when it is used up, unless your site has another way to ask"
-        return Finding("quota", "unknown", "not known", advice)
-    if not limited:
-        return Finding("quota", "ok", "no limit is set")
-    figures = {"quotas": [{**vars(each), "left_bytes": each.left_bytes} for each in limited]}
-    full = [each for each in limited if each.left_files == 0]
-    if full:
-        return Finding("quota", "FAILED", _text(full[0]), "no file can be made: remove files", figures)
-    tightest = min(limited, key=lambda each: 1 << 63 if each.left_bytes is None else each.left_bytes)
-    row = Finding("quota", "ok", "; ".join(_text(each) for each in limited), figures=figures)
-    left = tightest.left_bytes
-    if left is not None:
-        row = room_for(row, left, against_bytes, total_bytes=tightest.limit_bytes or 0)
-    if row.verdict == "ok" and any(each.in_grace for each in limited):
-        advice = "above the soft limit: when the days of grace are over, saves fail; remove files"
-        return Finding("quota", "warning", row.value, advice, figures)
-    return row
 
 
 def ask(run: Run, *command: str) -> str:
@@ -194,14 +167,3 @@ def _is_past(grace: str) -> bool:
     if re.fullmatch(r"[0-9]{1,12}", grace):
         return 0 < int(grace) <= time.time()
     return grace in ("none", "expired")
-
-
-def _text(quota: Quota) -> str:
-    parts = []
-    if quota.limit_bytes is not None:
-        parts.append(f"{size_text(quota.left_bytes or 0)} left of {size_text(quota.limit_bytes)}")
-    if quota.limit_files is not None:
-        parts.append(f"{quota.left_files:,} files left of {quota.limit_files:,}")
-    if quota.in_grace:
-        parts.append("above the soft limit" + (", and the days of grace are over" if quota.grace_over else ""))
-    return f"{quota.whose}: {', '.join(parts)}"

@@ -1,14 +1,11 @@
-"""Which file system a folder is on, and what is known about its kind: from the kernel's table of mounts."""
+"""Which file system a directory is on, by the kernel's table of mounts, and what is known about that kind."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from ckptman.tools.doctor.finding import Finding, Verdict, first_number, size_text
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 
@@ -32,12 +29,15 @@ class Mount:
 
 @dataclass(frozen=True)
 class Family:
-    """What is known about a kind of file system. `shared`: other nodes see it; None: that depends."""
+    """What is known about a kind of file system. `shared`: other nodes see it; None: that depends.
+
+    `is_warning`: whether the advice has to be known before anything is saved there.
+    """
 
     name: str
     shared: bool | None
     advice: str
-    verdict: Verdict = "ok"
+    is_warning: bool = False
 
 
 LUSTRE = Family(
@@ -56,7 +56,7 @@ MEMORY = Family(
     "memory",
     False,
     "gone with the job or the node, and counted as memory of the job: a fast first tier, never the only one",
-    "warning",
+    is_warning=True,
 )
 LOCAL = "other nodes do not see it: for runs on one node, or as a first tier; often cleared when the job ends"
 _GPFS = "all nodes see a commit at once; it likes few large files better than many small ones"
@@ -66,13 +66,10 @@ _BEEGFS = (
 )
 _WEKA = "where it is tiered to an object store, old checkpoints are slow to read at first"
 _OBJECT = "renaming a folder copies every file in it, and is not atomic on most of them: do not save here; copy here"
-_SOFT = "mounted soft: a server that is slow to answer becomes an I/O error, and fails a save (hard waits)"
 _OVERLAY = "gone with the container, and slower than the disk below: bind a folder of the host into the container"
 _LOCAL_KINDS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs")
 _AUTOFS = "nothing is mounted here yet: look into the folder, and ask again"
 _OBJECT_STORES = "fuse.s3fs fuse.gcsfuse fuse.goofys fuse.mountpoint-s3 fuse.rclone fuse.blobfuse fuse.blobfuse2"
-_MOST_FILES = 1 << 63
-"""A count that is not below this is none: some file systems give 2^64 - 1 for what they do not count."""
 
 _KINDS: tuple[tuple[str, Family], ...] = (
     ("lustre", LUSTRE),
@@ -88,21 +85,21 @@ _KINDS: tuple[tuple[str, Family], ...] = (
     ("fuse.mfs fuse.mfsmount fuse.lizardfs", Family("MooseFS (LizardFS)", True, "its times are whole seconds")),
     ("fuse.dfuse", Family("DAOS", True, "through FUSE: preload libioil or libpil4dfs for the full rate")),
     ("fuse.juicefs", Family("JuiceFS", True, "with --writeback, what is fsynced is only in the cache of this node")),
-    ("fuse.sshfs", Family("sshfs", True, "one connection: slow", "warning")),
-    ("cifs smb3", Family("SMB", True, "slow for this: save to a faster tier and copy here", "warning")),
+    ("fuse.sshfs", Family("sshfs", True, "one connection: slow", is_warning=True)),
+    ("cifs smb3", Family("SMB", True, "slow for this: save to a faster tier and copy here", is_warning=True)),
     (
         f"{_OBJECT_STORES} fuse.geesefs fuse.ossfs",
-        Family("an object store behind FUSE", True, _OBJECT, "warning"),
+        Family("an object store behind FUSE", True, _OBJECT, is_warning=True),
     ),
     ("tmpfs ramfs devtmpfs", MEMORY),
     *((kind, Family(kind, False, LOCAL)) for kind in _LOCAL_KINDS),
-    ("overlay fuse.fuse-overlayfs", Family("overlay (inside a container)", False, _OVERLAY, "warning")),
+    ("overlay fuse.fuse-overlayfs", Family("overlay (inside a container)", False, _OVERLAY, is_warning=True)),
     (
         "squashfs iso9660 erofs fuse.squashfuse",
-        Family("a read-only image", None, "nothing can be saved here", "warning"),
+        Family("a read-only image", None, "nothing can be saved here", is_warning=True),
     ),
     ("9p virtiofs", Family("a folder of the host of this virtual machine", None, "")),
-    ("autofs", Family("autofs", None, _AUTOFS, "warning")),
+    ("autofs", Family("autofs", None, _AUTOFS, is_warning=True)),
 )
 FAMILIES: Mapping[str, Family] = {kind: family for kinds, family in _KINDS for kind in kinds.split()}
 
@@ -162,92 +159,6 @@ def family_of(mount: Mount) -> Family:
     return Family(mount.kind, None, "nothing is known about this kind: the checks below tell")
 
 
-def check_kind(mount: Mount | None, environ: Mapping[str, str], stripes: str = "") -> Finding:
-    """Check the file system, with advice for its kind and its options. `stripes`: what `lfs getstripe -d` prints."""
-    if mount is None:
-        return Finding("file system", "unknown", "the kernel's table of mounts does not show it")
-    family = family_of(mount)
-    verdict, advice = family.verdict, [family.advice]
-    name = family.name if mount.kind in (family.name, family.name.lower()) else f"{family.name}: {mount.kind}"
-    value = f"{name}, {mount.source} at {mount.point}"
-    if "ro" in mount.options:
-        verdict, advice = "warning", ["mounted read-only: nothing can be saved here"]
-    nodes = first_number(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "") or 1
-    if family.shared is False and nodes > 1:
-        verdict = "warning"
-        advice.insert(0, f"this job has {nodes} nodes, and each would see its own files only: name a shared folder")
-    if family is NFS and ("nolock" in mount.options or mount.options.get("local_lock", "none") != "none"):
-        verdict = "warning"
-        advice.insert(0, "locks hold on this host only (nolock or local_lock)")
-    if family is NFS and ("soft" in mount.options or "softerr" in mount.options):
-        verdict = "warning"
-        advice.insert(0, _SOFT)
-    if family is LUSTRE and (said := stripe_text(stripes)):
-        value += f", {said}"
-    figures = {
-        "type": mount.kind,
-        "source": mount.source,
-        "mount_point": mount.point,
-        "shared": family.shared,
-        "options": list(mount.written),
-    }
-    return Finding("file system", verdict, value, "; ".join(filter(None, advice)), figures)
-
-
-def stripe_text(printed: str) -> str:
-    """`stripe count 1`, of what `lfs getstripe -d` prints about a folder; "" if it says nothing."""
-    if "lcm_" in printed or "lcme_" in printed:
-        return "a composite layout (the stripe count grows with the file)"
-    count = re.search(r"stripe_count:\s*(-?\d+)", printed)
-    if count is None:
-        return ""
-    return "striped over all servers" if count[1] == "-1" else f"stripe count {count[1]}"
-
-
-def unsafe_sync(mount: Mount | None) -> str | None:
-    """Return why fsync on this mount does less than it says, where an option takes that away; None: nothing is known
-    of it."""
-    if mount is None:
-        return None
-    if mount.kind == "overlay" and "volatile" in mount.options:
-        return "the container is mounted volatile: fsync does nothing, and a crash of the host loses what was saved"
-    if "nobarrier" in mount.options or mount.options.get("barrier") == "0":
-        return "mounted without barriers: a power cut may lose what was fsynced"
-    return None
-
-
-def check_space(space: os.statvfs_result, against_bytes: int | None = None) -> Finding:
-    """Free bytes and files for us, against room for two checkpoints: the new one is there before the old one goes."""
-    if not space.f_blocks:
-        return Finding("space", "unknown", "this file system does not say how large it is")
-    free = space.f_bavail * space.f_frsize
-    total = space.f_blocks * space.f_frsize
-    figures: dict[str, object] = {"free_bytes": free, "total_bytes": total}
-    value = f"{size_text(free)} free of {size_text(total)}"
-    counts_files = 0 < space.f_files < _MOST_FILES and 0 <= space.f_favail < _MOST_FILES
-    if counts_files:
-        figures["free_inodes"] = space.f_favail
-        value += f", room for {space.f_favail:,} files"
-    if counts_files and not space.f_favail:
-        return Finding("space", "FAILED", value, "no file can be made: remove files", figures)
-    return room_for(Finding("space", "ok", value, figures=figures), free, against_bytes, total_bytes=total)
-
-
-def room_for(found: Finding, free: int, against_bytes: int | None, total_bytes: int = 0) -> Finding:
-    """A finding about free bytes, judged: FAILED without room for one checkpoint, a warning without room for two."""
-    verdict, advice = found.verdict, found.advice
-    if not free:
-        verdict, advice = "FAILED", "nothing can be saved: prune, or name another root"
-    elif against_bytes is not None and free < against_bytes:
-        verdict, advice = "FAILED", "a save does not fit: prune, or name another root"
-    elif against_bytes is not None and free < 2 * against_bytes:
-        verdict = "warning"
-        advice = "room for one more save only, and the one before is deleted after the new one is there: make room"
-    elif against_bytes is None and free < min(total_bytes // 20, 10**12):
-        verdict, advice = "warning", "nearly full: file systems get slow, and a save needs room beside the one before"
-    return Finding(found.name, verdict, found.value, advice, found.figures)
-
-
 def _unescape(text: str) -> str:
-    # The kernel writes blanks, tabs, newlines and backslashes as octal numbers.
+    """Undo the octal numbers that the kernel writes for blanks, tabs, newlines and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
