@@ -31,8 +31,10 @@ def status(
         list[Path] | None,
         path_argument("[ROOT]...", "Folders that hold the checkpoints of a run (default: of the chains from here)."),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again, until Ctrl-C.")] = False,
-    every: Annotated[str, option("--every", "TIME", "How often --watch looks (default: 5s).")] = f"{WATCH_SECONDS:g}s",
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh continuously, until Ctrl-C.")] = False,
+    every: Annotated[
+        str, option("--every", "TIME", "Refresh interval of --watch (default: 5s).")
+    ] = f"{WATCH_SECONDS:g}s",
     no_slurm: Annotated[bool, typer.Option("--no-slurm", help="Do not ask Slurm what is in the queue.")] = False,
     as_json: AsJson = False,
 ) -> None:

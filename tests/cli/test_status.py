@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import shutil
-import sys
 
 import pytest
 
@@ -44,13 +43,6 @@ def test_torn_lines_are_said_and_left_out(root, ends):
     journal = root / ".ckptman/journal.jsonl"
     journal.write_text('{"time": 1, "eve\n\x00\x00\x00\n' + journal.read_text() + '{"time": 3')
     assert "note: 3 of the lines of its journal cannot be read, and are left out" in ends(0, "report", root).out
-
-
-def test_without_matplotlib_there_is_no_page_and_all_else(root, tmp_path, ends, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'ckptman[report]'" in ends(2, "report", root, "--html", tmp_path / "page.html").err
-    assert not (tmp_path / "page.html").exists()
-    assert main(["report", str(root)]) == 0
 
 
 def test_a_root_that_vanishes_while_it_is_watched(root):

@@ -96,7 +96,7 @@ class Patches:
 
 
 def _descriptors():
-    """The files and directories that are open, but for those of Python: matplotlib keeps its fonts.
+    """The files and directories that are open, but for those of Python's own folder: libraries keep some.
 
     Sockets and pipes are those of pools that torch, S3 and pytest keep.
     """

@@ -115,6 +115,7 @@ def examine(
     try:
         place.path, number = _find(folder, timeout_seconds)
     except (NoAnswer, Died) as error:
+        place.over = _HUNG
         consequence = "a run that saves or restores here would hang, too"
         kind = replace(mount_checks.check_kind(place), name="file system")
         return [kind, Finding("answer", "FAILED", f"{folder} {error}", consequence)]

@@ -39,7 +39,7 @@ def check_kind(place: Place) -> Finding:
     if family is NFS and ("soft" in mount.options or "softerr" in mount.options):
         is_warning = True
         advice.insert(0, _SOFT)
-    if family is LUSTRE:
+    if family is LUSTRE and not place.over:  # a command would hang with the file system
         value += _stripe_text(_ask(place, "lfs", "getstripe", "-d", place.path))
     return found(
         "warning" if is_warning else "ok",

@@ -1,18 +1,17 @@
 """What a run has been through, from its journal, the records of its chain and what Slurm knows of its jobs.
 
-Anybody may edit a journal, and clocks jump. The order of the lines is what happened first; times that do not go with it
-are put right as far as others allow, and that is noted.
+Anybody can edit a journal, and clocks jump. The order of the lines is what happened first: a time that goes back counts
+as the time of the line before, and that is noted.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from ckptman.storage.format.paths import check_is_no_checkpoint, journal_path
 
 _ENDS = ("finished", "stopped", "failed")
 _JUMP_SECONDS = 1.0
-_MOST_SKEW_SECONDS = 86400.0
-"""Clocks of two nodes differ a little: what goes back by less is not worth a word."""
+"""The clocks of two nodes differ a little: a smaller jump is not worth a note."""
+_MOST_SKEW_SECONDS = 3600.0
 
 
 @dataclass
@@ -98,8 +97,9 @@ class Attempt:
     other_stall_seconds: float = 0.0
     """What training waited for saves besides those `stalls`: the journal tells of saves to memory in all."""
     saves: list[Save] = field(default_factory=list)
-    curve: list[tuple[float, int, Mapping[str, float]]] = field(default_factory=list)
-    """Time, step and metrics, about every 30 s."""
+    metrics_step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The newest, and their step; a run records them about every 30 s."""
     speaks: bool = False
     """Whether it says every 30 s or so that steps have ended, so that silence means something."""
     silent_seconds: float = 0.0
@@ -180,7 +180,7 @@ def history_of(
     notes: Sequence[str] = (),
 ) -> RunHistory:
     """Return the history that the events of a journal tell. `jobs`: what is known of the jobs of its attempts."""
-    events, off_seconds = put_right(events, now)
+    events, off_seconds = in_order(events, now)
     reader = _Reader()
     for event in events:
         with suppress(TypeError, ValueError, OverflowError):  # a line that no run has written
@@ -211,62 +211,16 @@ def ran(job: JobTimes, attempt: Attempt) -> bool:
     return bool((job.chain and job.chain == attempt.chain) or (job.job_id and job.job_id == attempt.job_id))
 
 
-# ---- times ----------------------------------------------------------------------------------------------------------
+def in_order(events: Sequence[Mapping[str, Any]], now: float) -> tuple[list[Mapping[str, Any]], float]:
+    """Return the events that have a time, with times that never go back, and by how many seconds one was off at most.
 
-
-def put_right(events: Sequence[Mapping[str, Any]], now: float) -> tuple[list[Mapping[str, Any]], float]:
-    """Return the events of a journal with times that go with their order, and by how many seconds one was off at most.
-
-    Within an attempt most times are right: those that do not go with them get that of the event before. An attempt as a
-    whole may have run by another clock: it is moved, so that it begins after the one before and ends before now.
+    A time after `now` counts as now if a clock that is a little ahead explains it, and else not at all.
     """
     known = [event for event in events if number_in(event.get("time")) is not None]
-    begins = [place for place, event in enumerate(known) if event.get("event") == "attempt_started"]
-    latest = now + _JUMP_SECONDS
-    parts: list[list[float]] = []
-    for begin, end in pairwise([0, *begins, len(known)]):
-        times = [float(event["time"]) for event in known[begin:end]]
-        is_ahead = all(latest < time < now + _MOST_SKEW_SECONDS for time in times[-2:])
-        parts.append(_ascending(times, math.inf if is_ahead or min(times, default=0.0) > latest else latest))
-    parts = [times for times in parts if times]
-    until = now
-    for times in reversed(parts):  # what is ahead of now goes back, to before what followed
-        if times[-1] > latest:
-            times[:] = [time + until - times[-1] for time in times]
-        until = min(until, times[0])
-    for place, (before, times) in enumerate(pairwise(parts), 2):  # what began before the one before ended goes on, ...
-        overlap = before[-1] - times[0]
-        until = parts[place][0] if place < len(parts) else now
-        if overlap > 0 and times[-1] + overlap <= until:
-            times[:] = [time + overlap for time in times]
-    for times, after in reversed(list(pairwise(parts))):  # ... or where there is no room that one back
-        overlap = times[-1] - after[0]
-        if overlap > 0:
-            times[:] = [time - overlap for time in times]
-    right = list(accumulate((time for times in parts for time in times), max))
-    off_seconds = max((abs(time - event["time"]) for time, event in zip(right, known)), default=0.0)
-    return [{**event, "time": time} for time, event in zip(right, known)], off_seconds
-
-
-def _ascending(times: Sequence[float], latest: float) -> list[float]:
-    """Return the same times, where those after `latest`, or not on the longest ascending way, have that of the one
-    before."""
-    if all(before <= after for before, after in pairwise([*times, latest])):
-        return list(times)
-    ends: list[float] = []
-    places: list[int] = []
-    before: list[int] = []
-    for place, time in enumerate(times):
-        length = bisect_right(ends, time)
-        before.append(places[length - 1] if length else -1)
-        if time <= latest:
-            ends[length : length + 1], places[length : length + 1] = [time], [place]
-    place, kept = places[-1], set[int]()
-    while place >= 0:
-        kept.add(place)
-        place = before[place]
-    first = times[min(kept)]
-    return list(accumulate((time if place in kept else first for place, time in enumerate(times)), max))
+    told = [float(event["time"]) for event in known]
+    times = list(accumulate((min(time, now) if time < now + _MOST_SKEW_SECONDS else 0.0 for time in told), max))
+    off_seconds = max((abs(before - after) for before, after in zip(told, times)), default=0.0)
+    return [{**event, "time": time} for time, event in zip(times, known)], off_seconds
 
 
 # ---- events ---------------------------------------------------------------------------------------------------------
@@ -395,8 +349,8 @@ def _progress(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
     _count_stalls(attempt, event)
     metrics = event.get("metrics")
     found = {str(name): _metric(value) for name, value in metrics.items()} if isinstance(metrics, Mapping) else {}
-    numbers = {name: value for name, value in found.items() if value is not None}
-    attempt.curve.append((time, _whole(event.get("step")), numbers))
+    if numbers := {name: value for name, value in found.items() if value is not None}:
+        attempt.metrics_step, attempt.metrics = _whole(event.get("step")), numbers
     upcoming = event.get("next_save")
     attempt.next_save = upcoming if isinstance(upcoming, Mapping) else None
 

@@ -1,16 +1,17 @@
 """The goodput ledger: where the hours of a run went. Each moment from its beginning on is counted once, and only once.
 
-So the parts add up to the whole by the way they are made: a cursor goes through the run, from one moment to the next,
-and each piece that it passes is of one kind.
+The run is told as marks in order, "until then it was of this kind". The maximum of their times so far never goes back,
+so the spans between them do not overlap, and add up to the whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ckptman.forecast.goodput import best_interval_seconds
 from ckptman.jobs.slurm.accounting import JobTimes
@@ -58,11 +59,11 @@ class Span:
         return self.end - self.begin
 
 
-@dataclass(frozen=True)
+@dataclass
 class AttemptLedger:
     """Where the hours of one attempt went, by kind, the wait before it included, and how it ended.
 
-    `ending`: finished, stopped, failed, killed or running. Seconds, and steps.
+    `ending`: finished, stopped, failed, killed or running. `seconds` and `waited_seconds` are summed up at last.
     """
 
     number: int
@@ -75,8 +76,8 @@ class AttemptLedger:
     step: int
     ending: str
     reason: str
-    seconds: Mapping[Kind, float]
-    waited_seconds: float
+    seconds: Mapping[Kind, float] = field(default_factory=dict)
+    waited_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -125,27 +126,41 @@ def make_ledger(history: RunHistory, now: float, *, durable_step: int | None = N
         durable_step: the newest step that is on disk; None: as the journal knows.
         is_now: what it is at.
     """
-    counter = _Counter(history, now, durable_step, is_now)
-    counter.count()
-    spans = tuple(counter.spans)
+    teller = _Teller(history, now, durable_step, is_now)
+    marks = list(teller.marks())
+    times = list(accumulate((min(mark.until, now) for mark in marks[1:]), max, initial=marks[0].until)) if marks else []
+    spans: list[Span] = []
+    own: dict[int, list[Span]] = {}
+    """The spans of each attempt, by its place."""
+    for mark, begin, end in zip(marks[1:], times, times[1:]):
+        if end > begin:
+            same = own.setdefault(mark.place, [])
+            if same and (same[-1].kind, same[-1].attempt, same[-1].end) == (mark.kind, mark.attempt, begin):
+                begin = same.pop().begin
+                spans.pop()
+            same.append(Span(mark.kind, begin, end, mark.attempt, mark.ranks))
+            spans.append(same[-1])
+    for place, each in enumerate(teller.attempts):
+        pieces = own.get(place, [])
+        each.ended = pieces[-1].end if pieces else each.ended
+        each.seconds = _sums(pieces)
+        each.waited_seconds = sum(span.seconds for span in pieces if not span.world_size)
     seconds = _sums(spans)
-    gpu = {kind: sum(span.seconds * span.world_size for span in spans if span.kind == kind) for kind in KINDS}
-    failures = sum(1 for each in counter.attempts if each.ending in FAILURES)
     held = sum(span.seconds for span in spans if span.world_size)
+    failures = sum(1 for each in teller.attempts if each.ending in FAILURES)
     mtbf = held / failures if failures else None
-    used = _interval_seconds(history)
     begun = spans[0].begin if spans else now
     return Ledger(
         begun=begun,
         ended=spans[-1].end if spans else begun,
         is_running=is_now != "over",
-        spans=spans,
-        attempts=tuple(counter.attempts),
+        spans=tuple(spans),
+        attempts=tuple(teller.attempts),
         seconds=seconds,
-        rank_seconds=gpu,
+        rank_seconds={k: sum(span.seconds * span.world_size for span in spans if span.kind == k) for k in KINDS},
         failures=failures,
         mtbf_seconds=mtbf,
-        interval_seconds=used,
+        interval_seconds=_interval_seconds(history),
         advised_seconds=_advised_seconds(history, mtbf),
         notes=history.notes,
     )
@@ -156,9 +171,20 @@ def add(ledgers: Sequence[Ledger]) -> Mapping[Kind, float]:
     return {kind: sum(each.seconds[kind] for each in ledgers) for kind in KINDS}
 
 
+class _Mark(NamedTuple):
+    """Since the mark before, the run was of this kind, with so many ranks. `place`: of the attempt that it counts to,
+    -1 for none; `attempt`: its number, 0 before it began."""
+
+    kind: Kind
+    until: float
+    place: int = -1
+    attempt: int = 0
+    ranks: int = 0
+
+
 @dataclass(frozen=True)
 class _Stay:
-    """One start of a job and the attempts in it; or where no job is known, those of one launch, which have none."""
+    """One start of a job and the attempts in it; without a known job, the attempts of one launch."""
 
     job: JobTimes | None
     attempts: list[Attempt]
@@ -174,118 +200,91 @@ class _Stay:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is known when it ended: an attempt that did not say so may have held its nodes for long."""
+        """Whether its end is known: an attempt that recorded none may have held its nodes for long."""
         return self.ended is not None or (bool(self.attempts) and self.attempts[-1].ended is not None)
 
 
-class _Counter:
-    """Goes through a run from its beginning to now."""
+class _Teller:
+    """Tells a run from its beginning to now, and lists its attempts."""
 
     def __init__(self, history: RunHistory, now: float, durable_step: int | None, is_now: Now) -> None:
-        self.spans: list[Span] = []
         self.attempts: list[AttemptLedger] = []
         self._history, self._now, self._is_now = history, now, is_now
         self._alive = history.last if is_now == "running" else None
         self._bounds = _bounds(history, durable_step, self._alive is not None)
-        self._cursor = 0.0
-        self._attempt: Attempt | None = None
-        self._ranks = 0
-        """So many are held at the moment."""
-        self._first = 0
-        """The first span of the attempt that is counted."""
 
-    def count(self) -> None:
+    def marks(self) -> Iterator[_Mark]:
+        """The first one is the beginning of the run."""
         before: _Stay | None = None
+        ranks = 1
         stays = _stays(self._history)
         for number, stay in enumerate(stays, 1):
-            self._attempt, self._first, held = None, len(self.spans), max(1, self._ranks)
-            self._ranks = 0
-            self._wait(before, stay)
-            self._ranks = stay.attempts[0].world_size if stay.attempts else held
-            for place, attempt in enumerate(stay.attempts):
-                self._attempt, self._ranks = attempt, attempt.world_size
-                is_last = place + 1 == len(stay.attempts)
-                self._run(attempt, stay.ended if is_last else stay.attempts[place + 1].process)
-                self._note(stay, attempt)
+            place = len(self.attempts)
+            yield from (_Mark(kind, until, place) for kind, until in self._wait(before, stay))
+            for attempt, following in zip(stay.attempts, [*stay.attempts[1:], None]):
+                place, ranks = len(self.attempts), attempt.world_size
+                until = stay.ended if following is None else following.process
+                self.attempts.append(self._of_attempt(stay, attempt))
+                for kind, end in self._run(attempt, until):
+                    yield _Mark(kind, end, place, attempt.number, ranks)
             if not stay.attempts and stay.job is not None:  # its script ended before a run began, or has just begun
                 is_starting = stay.ended is None and number == len(stays) and self._is_now == "starting"
-                self._advance("starting", self._now if is_starting else (stay.ended or self._cursor))
-                self.attempts.append(_of_job(stay.job, self.spans[self._first :], is_starting))
+                self.attempts.append(_of_job(stay.job, is_starting))
+                yield _Mark("starting", self._now if is_starting else stay.ended or 0.0, place, 0, ranks)
             before = stay
-        self._attempt, self._first = None, len(self.spans)
         if before is not None and before.attempts and self._is_now == "starting":
-            self._advance("starting", self._now)
+            yield _Mark("starting", self._now, ranks=ranks)
         elif before is not None and self._is_now == "queued":
-            self._ranks = 0
-            self._advance("queueing" if before.is_over else "unknown", self._now)
+            yield _Mark("queueing" if before.is_over else "unknown", self._now)
 
-    def _wait(self, before: _Stay | None, stay: _Stay) -> None:
-        """Count the time until a job began: it waited in the queue, or nobody had submitted it."""
+    def _wait(self, before: _Stay | None, stay: _Stay) -> Iterator[tuple[Kind, float]]:
+        """The time until a job began: it waited in the queue, or nobody had submitted it."""
         job = stay.job
         submitted = job.submitted if job is not None else None
         if before is None:
-            self._cursor = stay.begun if submitted is None else min(submitted, stay.begun)
+            yield "idle", stay.begun if submitted is None else min(submitted, stay.begun)
         earlier = before.job if before is not None else None
-        if job is not None and earlier is not None and job.job_id and earlier.job_id == job.job_id:
-            submitted = self._cursor  # it was requeued
+        is_requeued = job is not None and earlier is not None and job.job_id != "" and earlier.job_id == job.job_id
         is_over = before is None or before.is_over
-        if submitted is not None:
-            self._advance("idle" if is_over else "unknown", submitted)
-            self._advance("queueing", stay.begun)
-        elif is_over and not any(attempt.job_id for attempt in stay.attempts):
-            self._advance("idle", stay.begun)
+        if submitted is not None or is_requeued:
+            if submitted is not None and not is_requeued:
+                yield "idle" if is_over else "unknown", submitted
+            yield "queueing", stay.begun
         else:
-            self._advance("unknown", stay.begun)
+            was_there = is_over and not any(attempt.job_id for attempt in stay.attempts)
+            yield "idle" if was_there else "unknown", stay.begun
 
-    def _run(self, attempt: Attempt, until: float | None) -> None:
-        """Count one attempt, until its job ended or the next attempt in it began; None: nobody knows when."""
+    def _run(self, attempt: Attempt, until: float | None) -> Iterator[tuple[Kind, float]]:
+        """One attempt, until its job ended or the next attempt in it began; None: nobody knows when."""
         if attempt is self._alive:
             until = self._now
         last_heard = attempt.last - attempt.silent_seconds
         ends = until if until is not None else attempt.last
-        if attempt.ended is not None:
-            silent_since = trained = last_heard
-        else:
-            # If it was killed, it can have trained until its next heartbeat; the rest passed until Slurm noticed.
-            is_silent = attempt.speaks and ends - last_heard > silence_seconds(attempt)
-            trained = last_heard
-            if attempt is self._alive and not is_silent:
+        is_silent = attempt.ended is None and attempt.speaks and ends - last_heard > silence_seconds(attempt)
+        trained = last_heard
+        if attempt.ended is None and not is_silent:
+            if attempt is self._alive:
                 trained = ends
-            elif attempt.speaks and not is_silent:
+            elif attempt.speaks:
+                # If it was killed, it can have trained until its next heartbeat; the rest passed until Slurm noticed.
                 trained = min(ends, last_heard + max(HEARTBEAT_SECONDS, attempt.step_seconds or 0.0))
-            silent_since = trained
-        for place, stretch in enumerate(attempt.stretches):
-            following = attempt.stretches[place + 1].begin if place + 1 < len(attempt.stretches) else None
-            self._start(attempt, stretch)
+        for stretch, following in zip(attempt.stretches, [*attempt.stretches[1:], None]):
+            yield from _start(attempt, stretch)
             if attempt.first_step is not None:
-                self._train(attempt, stretch, trained if following is None else stretch.last_time)
+                yield from self._train(attempt, stretch, trained if following is None else stretch.last_time)
         if attempt.first_step is None:
-            self._restore(attempt, math.inf)
-            self._advance("starting", silent_since)
+            yield from _restore(attempt, math.inf)
+            yield "starting", trained
         if attempt.ended is not None:
-            self._advance("hung", attempt.ended)
-            self._advance("ending", ends)
+            yield "hung", attempt.ended
+            yield "ending", ends
         elif attempt.first_step is None:
-            self._advance("starting", ends)
+            yield "starting", ends
         else:
-            self._advance("hung" if is_silent else "ending" if attempt.speaks else "unknown", ends)
+            yield "hung" if is_silent else "ending" if attempt.speaks else "unknown", ends
 
-    def _restore(self, attempt: Attempt, until: float) -> None:
-        for begin, end in attempt.restores:
-            if self._cursor < end <= until:
-                self._advance("starting", begin)
-                self._advance("restoring", end)
-
-    def _start(self, attempt: Attempt, stretch: Stretch) -> None:
-        """Count what came before a stretch: imports, the restore, and what its first step took more than others."""
-        self._restore(attempt, stretch.begin)
-        self._advance("starting", stretch.begin)
-        usual = attempt.step_seconds
-        if stretch is attempt.stretches[0] and attempt.first_step is not None and usual is not None:
-            self._advance("starting", attempt.first_step - usual)
-
-    def _train(self, attempt: Attempt, stretch: Stretch, until: float) -> None:
-        """Count training until a moment: what counted, then what was for nothing, and the saves it waited for."""
+    def _train(self, attempt: Attempt, stretch: Stretch, until: float) -> Iterator[tuple[Kind, float]]:
+        """Training until a moment: what counted, then what was for nothing, and the saves that it waited for."""
         bound = self._bounds[id(stretch)]
         rest: Kind = "repeated"
         if attempt is self._alive and math.isinf(bound):
@@ -296,26 +295,16 @@ class _Counter:
             turn = min(until, stretch.time_of(min(bound, stretch.last_step)) + beyond)
             if attempt.state in ("finished", "stopped") and bound >= stretch.last_step:
                 rest = "ending"  # its last step counted, and there was nothing after it
-        for begin, end in [*_stalls(attempt, self._cursor, turn, until), (until, until)]:
-            self._advance("training", min(turn, begin))
-            self._advance(rest, begin)
-            self._advance("saving", end)
+        since = stretch.begin
+        if stretch is attempt.stretches[0] and attempt.first_step is not None:
+            since = max(since, attempt.first_step - (attempt.step_seconds or 0.0))
+        for begin, end in [*_stalls(attempt, since, turn, until), (until, until)]:
+            yield "training", min(turn, begin)
+            yield rest, begin
+            yield "saving", end
 
-    def _advance(self, kind: Kind, until: float) -> None:
-        until = min(until, self._now)
-        if until <= self._cursor:
-            return
-        number, held = self._attempt.number if self._attempt is not None else 0, self._ranks
-        if len(self.spans) > self._first and (self.spans[-1].kind, self.spans[-1].attempt) == (kind, number):
-            self.spans[-1] = Span(kind, self.spans[-1].begin, until, number, held)
-        else:
-            self.spans.append(Span(kind, self._cursor, until, number, held))
-        self._cursor = until
-
-    def _note(self, stay: _Stay, attempt: Attempt) -> None:
+    def _of_attempt(self, stay: _Stay, attempt: Attempt) -> AttemptLedger:
         """Note how an attempt ended; the wait before a job is that of its first."""
-        own = self.spans[self._first :]
-        self._first = len(self.spans)
         ending, reason = attempt.state, attempt.reason
         job = stay.job if attempt is stay.attempts[-1] and attempt is not self._alive else None
         if ending == "running" and attempt is not self._alive:
@@ -323,37 +312,47 @@ class _Counter:
         if job is not None and job.chain and job.reason:  # it knows who asked the run to stop, and what failed first
             ending = "interrupted" if job.ending == "interrupted" else ending
             reason = job.reason
-        self.attempts.append(
-            AttemptLedger(
-                number=attempt.number,
-                job_id=attempt.job_id,
-                host=attempt.host,
-                world_size=attempt.world_size,
-                begun=stay.begun if attempt is stay.attempts[0] else attempt.process,
-                ended=own[-1].end if own else attempt.last,
-                start_step=attempt.stretches[0].start_step if attempt.stretches else 0,
-                step=attempt.step,
-                ending=ending,
-                reason=reason,
-                seconds=_sums(own),
-                waited_seconds=sum(span.seconds for span in own if not span.world_size),
-            )
+        return AttemptLedger(
+            number=attempt.number,
+            job_id=attempt.job_id,
+            host=attempt.host,
+            world_size=attempt.world_size,
+            begun=stay.begun if attempt is stay.attempts[0] else attempt.process,
+            ended=attempt.last,
+            start_step=attempt.stretches[0].start_step if attempt.stretches else 0,
+            step=attempt.step,
+            ending=ending,
+            reason=reason,
         )
+
+
+def _restore(attempt: Attempt, until: float) -> Iterator[tuple[Kind, float]]:
+    for begin, end in attempt.restores:
+        if end <= until:
+            yield "starting", begin
+            yield "restoring", end
+
+
+def _start(attempt: Attempt, stretch: Stretch) -> Iterator[tuple[Kind, float]]:
+    """What came before a stretch: imports, the restore, and what its first step took more than others."""
+    yield from _restore(attempt, stretch.begin)
+    yield "starting", stretch.begin
+    usual = attempt.step_seconds
+    if stretch is attempt.stretches[0] and attempt.first_step is not None and usual is not None:
+        yield "starting", attempt.first_step - usual
+
+
+def _of_job(job: JobTimes, is_starting: bool) -> AttemptLedger:
+    ending, reason = job.ending or "killed", job.reason or "no run began in it"
+    if is_starting:
+        ending, reason = "running", "no run has begun in it yet"
+    begun = job.begun or 0.0
+    return AttemptLedger(0, job.job_id, "", 0, begun, begun, 0, 0, ending, reason)
 
 
 def silence_seconds(attempt: Attempt) -> float:
     """Return after how long without a word an attempt is taken to hang."""
     return max(SILENCE_SECONDS, SILENCE_STEPS * (attempt.step_seconds or 0.0))
-
-
-def _of_job(job: JobTimes, spans: Sequence[Span], is_starting: bool) -> AttemptLedger:
-    begun = job.begun or (spans[0].begin if spans else 0.0)
-    ended = spans[-1].end if spans else begun
-    ending, reason = job.ending or "killed", job.reason or "no run began in it"
-    if is_starting:
-        ending, reason = "running", "no run has begun in it yet"
-    waited = sum(span.seconds for span in spans if not span.world_size)
-    return AttemptLedger(0, job.job_id, "", 0, begun, ended, 0, 0, ending, reason, _sums(spans), waited)
 
 
 def _stays(history: RunHistory) -> list[_Stay]:

@@ -1,9 +1,9 @@
-"""What became of runs, in numbers: the ledger, saves, curves, health and checkpoints of each."""
+"""What became of runs, in numbers: the ledger, saves, health and checkpoints of each."""
 
 from __future__ import annotations
 
-import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,9 +17,6 @@ from ckptman.tools.monitoring.ledger import KINDS, Kind, Ledger, Now, make_ledge
 from ckptman.tools.monitoring.other_programs import chains_of, history_of_chains
 from ckptman.tools.monitoring.status import Status, read_status
 
-MOST_POINTS = 2_000
-"""Of a curve no more are shown: a screen has no more columns."""
-
 
 @dataclass(frozen=True)
 class RunReport:
@@ -30,25 +27,6 @@ class RunReport:
     ledger: Ledger
     status: Status
     entries: tuple[Entry, ...]
-
-    @property
-    def metric(self) -> str:
-        """The name of the metric to draw: loss, or the first that there is; "" where there is none."""
-        names = dict.fromkeys(
-            name for attempt in self.history.attempts for _, _, found in attempt.curve for name in found
-        )
-        return "loss" if "loss" in names else next(iter(names), "")
-
-    def curves(self, metric: str) -> list[tuple[int, list[int], list[float]]]:
-        """Return of each attempt that has some: its number, steps, and the values of a metric."""
-        found = []
-        for attempt in self.history.attempts:
-            points = [(step, numbers[metric]) for _, step, numbers in attempt.curve if metric in numbers]
-            if points:
-                found.append((attempt.number, [step for step, _ in points], [value for _, value in points]))
-        total = sum(len(steps) for _, steps, _ in found)
-        keep = math.ceil(total / MOST_POINTS) if total else 1
-        return [(number, _thinned(steps, keep), _thinned(values, keep)) for number, steps, values in found]
 
     def health(self) -> list[Mapping[str, Any]]:
         """Return the events that tell how devices and nodes were, oldest first."""
@@ -113,40 +91,25 @@ def _report(history: RunHistory, status: Status, now: float) -> RunReport:
 
 
 def as_data(report: RunReport) -> dict[str, Any]:
-    """Return a report for programs: all that the page shows. Times in unix seconds, durations in seconds."""
+    """Return a report for programs. Times in unix seconds, durations in seconds."""
     ledger = report.ledger
-    metric = report.metric
+    data = asdict(ledger)
+    parts = {name: data.pop(name) for name in ("attempts", "spans", "notes")}
+    derived = {name: getattr(ledger, name) for name in ("total_seconds", "held_seconds", "goodput")}
     return {
         "root": str(report.root),
         "run_id": report.history.run_id,
         "status": asdict(report.status),
-        "ledger": {
-            "begun": ledger.begun,
-            "ended": ledger.ended,
-            "is_running": ledger.is_running,
-            "total_seconds": ledger.total_seconds,
-            "held_seconds": ledger.held_seconds,
-            "goodput": ledger.goodput,
-            "seconds": dict(ledger.seconds),
-            "rank_seconds": dict(ledger.rank_seconds),
-            "failures": ledger.failures,
-            "mtbf_seconds": ledger.mtbf_seconds,
-            "interval_seconds": ledger.interval_seconds,
-            "advised_seconds": ledger.advised_seconds,
-        },
+        "ledger": data | derived,
         "endings": endings(ledger),
-        "attempts": [asdict(each) for each in ledger.attempts],
-        "spans": [asdict(each) for each in ledger.spans],
+        **parts,
         "saves": [asdict(save) | {"attempt": each.number} for each in report.history.attempts for save in each.saves],
-        "metric": metric,
-        "curves": [{"attempt": n, "steps": steps, "values": values} for n, steps, values in report.curves(metric)],
         "health": report.health(),
         "breaches": report.breaches(),
         "checkpoints": [
             {"step": each.step, "bytes": each.require_manifest().total_bytes, "time_seconds": each.time_seconds}
             for each in report.entries
         ],
-        "notes": list(ledger.notes),
     }
 
 
@@ -157,10 +120,7 @@ def endings_text(ledger: Ledger) -> str:
 
 def endings(ledger: Ledger) -> dict[str, int]:
     """Return how many attempts ended in which way, the most frequent first."""
-    counts: dict[str, int] = {}
-    for attempt in ledger.attempts:
-        counts[attempt.ending] = counts.get(attempt.ending, 0) + 1
-    return dict(sorted(counts.items(), key=lambda each: -each[1]))
+    return dict(Counter(attempt.ending for attempt in ledger.attempts).most_common())
 
 
 def shares(seconds: Mapping[Kind, float]) -> list[tuple[str, str, float, float]]:
@@ -168,8 +128,3 @@ def shares(seconds: Mapping[Kind, float]) -> list[tuple[str, str, float, float]]
     total = sum(seconds.values())
     shown = [kind for kind in KINDS if total and (kind == "training" or seconds[kind] > 0)]
     return [(kind, KINDS[kind], seconds[kind], seconds[kind] / total) for kind in shown]
-
-
-def _thinned(values: list[Any], keep: int) -> list[Any]:
-    """Return every n-th value, and the last."""
-    return values if keep <= 1 else [*values[:-1:keep], values[-1]]

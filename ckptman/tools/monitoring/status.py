@@ -115,8 +115,9 @@ class _Look:
             look.history = _recent(root, now)
             owner = read_owner(root)
             look.lives = process_lives(owner) if owner is not None else False
-            look._look_at_chain()
             last = look.history.last
+            if last is not None:
+                look._look_at_last_attempt(last)
             if owner is not None and last is not None and owner.run_id != last.run_id:
                 look.lives = False  # somebody works in the root, such as a rollback, and not the run
             if last is None and not look.entries:
@@ -129,23 +130,22 @@ class _Look:
         """Look for the checkpoints of a program that saves in its own way, and for its chain among those from here."""
         self.newest = latest(find_newest((str(self.root),), Path.cwd()))
         for chain in chains_of(self.root, Path.cwd())[-1:]:
-            self.chain, self.chain_state = chain, chain.state
-            self.goes_on = self.chain_state.state == "active" and not is_gone(chain.spec, self.chain_state)
-            self.job_ids = tuple(job.job_id for job in chain.jobs()[-3:])
+            self._look_at_chain(chain)
 
-    def _look_at_chain(self) -> None:
-        last = self.history.last if self.history is not None else None
-        ids = [last.job_id] if last is not None and last.job_id else []
-        for folder in chain_folders([last] if last is not None else [])[-1:]:
+    def _look_at_last_attempt(self, last: Attempt) -> None:
+        self.job_ids = (last.job_id,) if last.job_id else ()
+        for folder in chain_folders([last]):
             try:
-                self.chain_state = Chain(folder).state
-                self.chain = Chain(folder)
-                self.goes_on = self.chain_state.state == "active" and not is_gone(self.chain.spec, self.chain_state)
-                ids += [job.job_id for job in self.chain.jobs()[-3:]]
+                self._look_at_chain(Chain(folder))
             except (CkptmanError, OSError) as error:
                 if folder.is_dir():  # else it was removed: the run is known by its root alone
                     self.trouble = str(error)
-        self.job_ids = tuple(dict.fromkeys(ids))
+
+    def _look_at_chain(self, chain: Chain) -> None:
+        self.chain_state = chain.state
+        self.chain = chain
+        self.goes_on = self.chain_state.state == "active" and not is_gone(chain.spec, self.chain_state)
+        self.job_ids = tuple(dict.fromkeys([*self.job_ids, *(job.job_id for job in chain.jobs()[-3:])]))
 
     def status(self, now: float, queue: Mapping[str, Job] | None) -> Status:
         if self.trouble and self.history is None:
@@ -286,13 +286,12 @@ def _upcoming(last: Attempt, newest: Entry | None) -> Mapping[str, Any] | None:
 
 
 def _metrics(last: Attempt, newest: Entry | None) -> tuple[int | None, Mapping[str, float]]:
-    """Return the newest metrics that are known, and of which step."""
-    step, metrics = next(((step, found) for _, step, found in reversed(last.curve) if found), (None, {}))
+    """Return the step of the newest known metrics, and these."""
     manifest = newest.manifest if newest is not None else None
-    is_known = manifest is not None and manifest.metrics and manifest.attempt == last.number
-    if is_known and manifest is not None and (step is None or manifest.step > step):
-        return manifest.step, dict(manifest.metrics)
-    return step, dict(metrics)
+    if manifest is None or not manifest.metrics or manifest.attempt != last.number:
+        return last.metrics_step, last.metrics
+    is_newer = last.metrics_step is None or manifest.step > last.metrics_step
+    return (manifest.step, dict(manifest.metrics)) if is_newer else (last.metrics_step, last.metrics)
 
 
 def _recent(root: Path, now: float) -> RunHistory:

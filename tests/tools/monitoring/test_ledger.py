@@ -38,7 +38,7 @@ def whole(ledger):
     return ledger
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_kind_of_end(seed):
     run = invented(seed)
     ledger = ledger_of(run)
@@ -138,34 +138,35 @@ def test_several_runs_in_one_journal():
     assert "other" in ledger.notes[0]
 
 
-def test_a_clock_that_jumps():
-    run = run_of(10, ("killed", 200), ("stopped", 200))
-    for event in run.events[len(run.events) // 3 : len(run.events) // 2]:
-        event["time"] -= 10_000
-    assert any("clocks were off by up to" in note for note in ledger_of(run).notes)
-
-
-@pytest.mark.parametrize("which", ["one event", "the beginning", "an attempt ahead", "an attempt behind", "the last"])
-def test_a_clock_that_was_wrong_costs_no_more_than_what_it_hid(which):
-    run = InventedRun(11)
-    places = [0]
-    for ending in ("stopped", "killed", "stopped"):
-        run.job(ending, 2000)
-        places.append(len(run.events))
+@pytest.mark.parametrize(
+    ("places", "off_seconds"),
+    [
+        ([0.4], 10 * 365 * 86400.0),  # one event far ahead
+        ([0.999], 10 * 365 * 86400.0),
+        ([0.5], -10_000.0),
+        ([0.3, 0.31, 0.32], 100.0),
+        ([0.3, 0.31, 0.32], -100.0),
+    ],
+)
+def test_a_clock_that_jumps_costs_no_more_than_the_jump_and_is_noted(places, off_seconds):
+    run = run_of(11, ("stopped", 2000), ("killed", 2000), ("stopped", 2000))
     right = ledger_of(run).seconds["training"]
-    year, (_, second, third, end) = 365 * 86400.0, places
-    wrong, off = {
-        "one event": ([second + 20], year),
-        "the beginning": (range(second, second + 8), year),
-        "an attempt ahead": (range(second, third), year),
-        "an attempt behind": (range(second, third), -6000.0),
-        "the last": ([end - 1], year),
-    }[which]
-    for place in wrong:
-        run.events[place]["time"] += off
-    ledger = whole(make_ledger(history_of(ROOT, run.events, now=run.now), run.now))
-    assert ledger.seconds["training"] == pytest.approx(right, rel=0.1)
-    assert any("clocks were off" in note for note in ledger.notes)
+    for place in places:
+        run.events[int(place * len(run.events))]["time"] += off_seconds
+    ledger = whole(make_ledger(history_of(ROOT, run.events, run.jobs, now=run.now), run.now))
+    assert ledger.seconds["training"] == pytest.approx(right, abs=3 * min(abs(off_seconds), 30.0))
+    assert any("clocks were off by up to" in note for note in ledger.notes)
+
+
+def test_a_clock_that_was_wrong_for_a_whole_attempt_still_adds_up_and_is_noted():
+    for off_seconds in (10 * 365 * 86400.0, -6000.0, 6000.0):
+        run = run_of(11, ("stopped", 200), ("killed", 200), ("stopped", 200))
+        begins = [n for n, event in enumerate(run.events) if event["event"] == "attempt_started"]
+        for event in run.events[begins[1] : begins[2]]:
+            event["time"] += off_seconds
+        ledger = whole(make_ledger(history_of(ROOT, run.events, run.jobs, now=run.now), run.now))
+        assert ledger.total_seconds == pytest.approx(run.now - run.begun)
+        assert any("clocks were off by up to" in note for note in ledger.notes)
 
 
 def test_a_process_that_waited_for_the_root_hides_no_attempt():
@@ -239,7 +240,7 @@ def test_nothing_but_a_beginning():
     assert waiting.seconds["queueing"] == 90
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_rubbish_in_the_journal(seed):
     print(f"seed {seed}")
     chance, run = random.Random(seed), invented(seed, attempts=8)
