@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -48,33 +47,23 @@ def rows(printed):
     return found
 
 
-def test_a_folder_is_examined(tmp_path, ends):
+def test_a_table_for_people_and_figures_with_units_for_programs(tmp_path, ends):
     commit(tmp_path, 1)
     before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
-    told = ends(0, "doctor", tmp_path, *QUICK, "--against", "70MB")
-    found = rows(told.out)
+    told = ends(0, "doctor", tmp_path, *QUICK, "--against", "1GB")
+    table = rows(told.out)
     assert told.out.splitlines()[0].split() == ["check", "result", "what", "it", "means"]
-    for name in ("file system", "space", "rename", "fsync", "claim", "locks", "write", "read", "save", "interval"):
-        assert name in found, told.out
-    assert "rough: measured on 2.1 MB" in " ".join(" ".join(found["write"]).split())
-    assert "70 MB in" in found["save"][0]
-    assert max(map(len, told.out.splitlines())) <= 120
-    assert told.err == ""
-    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
-def test_json_has_figures_with_units(tmp_path, ends):
+    assert "1 GB in" in table["save"][0]
+    assert (max(map(len, told.out.splitlines())) <= 120, told.err) == (True, "")
     told = json.loads(ends(0, "doctor", tmp_path, *QUICK, "--against", "1GB", "--json").out)
     assert (told["directory"], told["good"], told["against_bytes"]) == (str(tmp_path), True, 10**9)
     found = {each["name"]: each for each in told["findings"]}
-    assert found["rename"]["verdict"] in ("ok", "slow")
-    assert found["write"]["figures"]["test_bytes"] == 2 * 1024 * 1024
-    rate = found["write"]["figures"]["bytes_per_second"]
-    save = found["save"]["figures"]
+    assert set(found) == set(table)
+    rate, save = found["write"]["figures"]["bytes_per_second"], found["save"]["figures"]
     assert save["seconds"] == pytest.approx(10**9 / rate + save["fixed_seconds"])
     assert save["fixed_seconds"] >= 6 * found["fsync"]["figures"]["file_seconds"]
-    assert found["space"]["figures"]["free_bytes"] > 0
     assert set(found["write"]) == {"name", "verdict", "value", "advice", "figures"}
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_what_failed_is_one_line_with_its_consequence(tmp_path, ends, monkeypatch):
@@ -96,13 +85,6 @@ def test_what_failed_is_one_line_with_its_consequence(tmp_path, ends, monkeypatc
     told = ends(1, "doctor", tmp_path, *QUICK, "--json")
     assert json.loads(told.out)["good"] is False
     assert told.err.startswith("Error: ")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_second_client_is_a_command_with_time_to_look(tmp_path, ends):
-    told = json.loads(ends(0, "doctor", tmp_path, *QUICK, "--second-client", "env 'A=1 2'", "--json").out)
-    (found,) = [each for each in told["findings"] if each["name"] == "other clients"]
-    assert (found["verdict"], found["figures"]["host"]) == ("warning", socket.gethostname())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,14 +204,6 @@ def test_a_signal_leaves_nothing_behind(number, code, tmp_path):
     assert process.returncode == code, told
     assert told == ""
     assert list(tmp_path.iterdir()) == []
-
-
-def test_with_few_open_files_what_is_left_behind_is_an_error(tmp_path):
-    command = ["sh", "-c", 'ulimit -n 8; exec "$0" -m ckptman doctor "$1" --size 1MiB', sys.executable, str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 1, ran.stderr
-    for left in tmp_path.iterdir():
-        assert f"see that {left} is gone" in ran.stderr
 
 
 def test_every_check_and_every_kind_of_file_system_is_on_its_page(tmp_path, ends, monkeypatch):

@@ -20,7 +20,6 @@ from ckptman.jobs.slurm.accounting import JobTimes
 from ckptman.runtime.journal import number_in, read_journal
 from ckptman.storage.format.paths import check_is_no_checkpoint, journal_path
 
-_ENDS = ("finished", "stopped", "failed")
 _JUMP_SECONDS = 1.0
 """The clocks of two nodes differ a little: a smaller jump is not worth a note."""
 _MOST_SKEW_SECONDS = 3600.0
@@ -252,8 +251,7 @@ class _Reader:
             return
         if kind not in ("drained", "drain_failed", "pruned"):
             attempt.last = time
-        if (handle := _HANDLERS.get(str(kind))) is not None:
-            handle(attempt, event, time)
+        _take_in(attempt, event, time)
 
 
 def _begun(event: Mapping[str, Any], time: float, before: Attempt | None) -> Attempt:
@@ -275,19 +273,53 @@ def _begun(event: Mapping[str, Any], time: float, before: Attempt | None) -> Att
     )
 
 
-def _restored(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
-    took = number_in(event.get("seconds")) or 0.0
-    attempt.restores.append((time - took, time))
-    attempt.stretches.append(Stretch(_whole(event.get("step")), time))
-
-
-def _first_step(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
-    step = _whole(event.get("step"))
-    if not attempt.stretches:
-        attempt.stretches.append(Stretch(step - 1, attempt.started))
-    if (init := number_in(event.get("init_seconds"))) is not None and attempt.process == attempt.started:
-        attempt.process = min(attempt.process, time - init)
-    _mark(attempt, time, step)
+def _take_in(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
+    kind, step, seconds = event.get("event"), event.get("step"), number_in(event.get("seconds"))
+    saves = reversed(attempt.saves) if str(kind).startswith("save_") else ()
+    save = next((each for each in saves if each.step == step), None)
+    match kind:
+        case "restored":
+            attempt.restores.append((time - (seconds or 0.0), time))
+            attempt.stretches.append(Stretch(_whole(step), time))
+        case "first_step":
+            if not attempt.stretches:
+                attempt.stretches.append(Stretch(_whole(step) - 1, attempt.started))
+            if (init := number_in(event.get("init_seconds"))) is not None and attempt.process == attempt.started:
+                attempt.process = min(attempt.process, time - init)
+            _mark(attempt, time, step)
+        case "progress":
+            attempt.speaks = True
+            late = attempt.step - _whole(step)
+            if not 0 < late < _whole(event.get("steps")):  # else a save of a later step was told first
+                _mark(attempt, time, step)
+            _count_stalls(attempt, event)
+            metrics = event.get("metrics")
+            found = {str(k): _metric(v) for k, v in metrics.items()} if isinstance(metrics, Mapping) else {}
+            if numbers := {name: value for name, value in found.items() if value is not None}:
+                attempt.metrics_step, attempt.metrics = _whole(step), numbers
+            upcoming = event.get("next_save")
+            attempt.next_save = upcoming if isinstance(upcoming, Mapping) else None
+        case "save_begun":
+            _mark(attempt, time, step)
+            attempt.saves.append(Save(_whole(step), time, str(event.get("reason") or "")))
+        case "save_staged" if save is not None and seconds is not None:
+            _stalled(attempt, save, seconds, time)
+        case "save_durable" if save is not None:
+            save.durable, save.bytes = time, _whole(event.get("bytes"))
+            took = number_in(event.get("stall_seconds"))
+            if save.stall_seconds is None and took is not None:  # it blocked training until it was durable
+                _stalled(attempt, save, took, time)
+        case "save_failed" if save is not None:
+            save.failed = str(event.get("cause") or "it failed")
+        case "deadline":
+            attempt.deadline = number_in(event.get("until_seconds"))
+        case "finished" | "stopped" | "failed":
+            attempt.state, attempt.ended = str(kind), time
+            attempt.reason = str(event.get("reason") or "")
+            attempt.silent_seconds = number_in(event.get("silent_seconds")) or 0.0
+            _count_stalls(attempt, event)
+            if attempt.first_step is not None:
+                _mark(attempt, time - attempt.silent_seconds, step)
 
 
 def _mark(attempt: Attempt, time: float, step: object) -> None:
@@ -304,86 +336,15 @@ def _mark(attempt: Attempt, time: float, step: object) -> None:
         attempt.stretches.append(Stretch(step, time))
 
 
-def _save_begun(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
-    _mark(attempt, time, event.get("step"))
-    attempt.saves.append(Save(_whole(event.get("step")), time, str(event.get("reason") or "")))
-
-
-def _save_of(attempt: Attempt, event: Mapping[str, Any]) -> Save | None:
-    step = event.get("step")
-    return next((save for save in reversed(attempt.saves) if save.step == step), None)
-
-
-def _save_staged(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
-    save, took = _save_of(attempt, event), number_in(event.get("seconds"))
-    if save is not None and took is not None:
-        _stalled(attempt, save, took, time)
-
-
 def _stalled(attempt: Attempt, save: Save, took: float, until: float) -> None:
     save.stall_seconds = took
     attempt.stalls.append((until - took, until))
     attempt.stalled_seconds += took
 
 
-def _save_durable(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
-    save = _save_of(attempt, event)
-    if save is None:
-        return
-    save.durable, save.bytes = time, _whole(event.get("bytes"))
-    took = number_in(event.get("stall_seconds"))
-    if save.stall_seconds is None and took is not None:  # it blocked training until it was durable
-        _stalled(attempt, save, took, time)
-
-
-def _save_failed(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
-    if (save := _save_of(attempt, event)) is not None:
-        save.failed = str(event.get("cause") or "it failed")
-
-
-def _progress(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
-    attempt.speaks = True
-    late = attempt.step - _whole(event.get("step"))
-    if not 0 < late < _whole(event.get("steps")):  # else a save of a later step was told first
-        _mark(attempt, time, event.get("step"))
-    _count_stalls(attempt, event)
-    metrics = event.get("metrics")
-    found = {str(name): _metric(value) for name, value in metrics.items()} if isinstance(metrics, Mapping) else {}
-    if numbers := {name: value for name, value in found.items() if value is not None}:
-        attempt.metrics_step, attempt.metrics = _whole(event.get("step")), numbers
-    upcoming = event.get("next_save")
-    attempt.next_save = upcoming if isinstance(upcoming, Mapping) else None
-
-
 def _count_stalls(attempt: Attempt, event: Mapping[str, Any]) -> None:
     other = (number_in(event.get("stall_seconds")) or 0.0) - attempt.stalled_seconds
     attempt.other_stall_seconds = max(attempt.other_stall_seconds, other)
-
-
-def _ended(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
-    attempt.state, attempt.ended = str(event.get("event")), time
-    attempt.reason = str(event.get("reason") or "")
-    attempt.silent_seconds = number_in(event.get("silent_seconds")) or 0.0
-    _count_stalls(attempt, event)
-    if attempt.first_step is not None:
-        _mark(attempt, time - attempt.silent_seconds, event.get("step"))
-
-
-def _deadline(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
-    attempt.deadline = number_in(event.get("until_seconds"))
-
-
-_HANDLERS = {
-    "restored": _restored,
-    "first_step": _first_step,
-    "progress": _progress,
-    "save_begun": _save_begun,
-    "save_staged": _save_staged,
-    "save_durable": _save_durable,
-    "save_failed": _save_failed,
-    "deadline": _deadline,
-    **dict.fromkeys(_ENDS, _ended),
-}
 
 
 def _whole(value: object) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -129,22 +129,18 @@ def make_ledger(history: RunHistory, now: float, *, durable_step: int | None = N
     teller = _Teller(history, now, durable_step, is_now)
     marks = list(teller.marks())
     times = list(accumulate((min(mark.until, now) for mark in marks[1:]), max, initial=marks[0].until)) if marks else []
+    pieces = [each for each in zip(marks[1:], times, times[1:]) if each[1] < each[2]]
     spans: list[Span] = []
     own: dict[int, list[Span]] = {}
-    """The spans of each attempt, by its place."""
-    for mark, begin, end in zip(marks[1:], times, times[1:]):
-        if end > begin:
-            same = own.setdefault(mark.place, [])
-            if same and (same[-1].kind, same[-1].attempt, same[-1].end) == (mark.kind, mark.attempt, begin):
-                begin = same.pop().begin
-                spans.pop()
-            same.append(Span(mark.kind, begin, end, mark.attempt, mark.ranks))
-            spans.append(same[-1])
+    for (kind, attempt, ranks, place), group in groupby(pieces, lambda each: each[0][:-1]):
+        together = list(group)
+        spans.append(Span(kind, together[0][1], together[-1][2], attempt, ranks))
+        own.setdefault(place, []).append(spans[-1])
     for place, each in enumerate(teller.attempts):
-        pieces = own.get(place, [])
-        each.ended = pieces[-1].end if pieces else each.ended
-        each.seconds = _sums(pieces)
-        each.waited_seconds = sum(span.seconds for span in pieces if not span.world_size)
+        parts = own.get(place, [])
+        each.ended = parts[-1].end if parts else each.ended
+        each.seconds = _sums(parts)
+        each.waited_seconds = sum(span.seconds for span in parts if not span.world_size)
     seconds = _sums(spans)
     held = sum(span.seconds for span in spans if span.world_size)
     failures = sum(1 for each in teller.attempts if each.ending in FAILURES)
@@ -172,14 +168,17 @@ def add(ledgers: Sequence[Ledger]) -> Mapping[Kind, float]:
 
 
 class _Mark(NamedTuple):
-    """Since the mark before, the run was of this kind, with so many ranks. `place`: of the attempt that it counts to,
-    -1 for none; `attempt`: its number, 0 before it began."""
+    """Since the mark before, the run was of this kind.
+
+    `attempt`: the number of the attempt, 0 before it began. `ranks`: how many it held. `place`: the attempt that this
+    counts to, by its place in the list, or -1.
+    """
 
     kind: Kind
+    attempt: int
+    ranks: int
+    place: int
     until: float
-    place: int = -1
-    attempt: int = 0
-    ranks: int = 0
 
 
 @dataclass(frozen=True)
@@ -220,22 +219,22 @@ class _Teller:
         stays = _stays(self._history)
         for number, stay in enumerate(stays, 1):
             place = len(self.attempts)
-            yield from (_Mark(kind, until, place) for kind, until in self._wait(before, stay))
+            yield from (_Mark(kind, 0, 0, place, until) for kind, until in self._wait(before, stay))
             for attempt, following in zip(stay.attempts, [*stay.attempts[1:], None]):
                 place, ranks = len(self.attempts), attempt.world_size
                 until = stay.ended if following is None else following.process
                 self.attempts.append(self._of_attempt(stay, attempt))
                 for kind, end in self._run(attempt, until):
-                    yield _Mark(kind, end, place, attempt.number, ranks)
+                    yield _Mark(kind, attempt.number, ranks, place, end)
             if not stay.attempts and stay.job is not None:  # its script ended before a run began, or has just begun
                 is_starting = stay.ended is None and number == len(stays) and self._is_now == "starting"
                 self.attempts.append(_of_job(stay.job, is_starting))
-                yield _Mark("starting", self._now if is_starting else stay.ended or 0.0, place, 0, ranks)
+                yield _Mark("starting", 0, ranks, place, self._now if is_starting else stay.ended or 0.0)
             before = stay
         if before is not None and before.attempts and self._is_now == "starting":
-            yield _Mark("starting", self._now, ranks=ranks)
+            yield _Mark("starting", 0, ranks, -1, self._now)
         elif before is not None and self._is_now == "queued":
-            yield _Mark("queueing" if before.is_over else "unknown", self._now)
+            yield _Mark("queueing" if before.is_over else "unknown", 0, 0, -1, self._now)
 
     def _wait(self, before: _Stay | None, stay: _Stay) -> Iterator[tuple[Kind, float]]:
         """The time until a job began: it waited in the queue, or nobody had submitted it."""

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from ckptman.errors import plain
-from ckptman.policies.intervals import duration_text, seconds_text
+from ckptman.policies.intervals import duration_text
 from ckptman.policies.retention_rules import bytes_text
 from ckptman.runtime.journal import number_in
 from ckptman.tools.monitoring.ledger import FAILURES, Ledger, add
@@ -33,7 +33,7 @@ def make_page(reports: Sequence[RunReport], now: float) -> str:
 
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"duration": duration_text, "seconds": seconds_text, "date": _date, "bytes": bytes_text}
+    environment.filters |= {"duration": duration_text, "date": _date, "bytes": bytes_text}
     environment.filters |= {"plain": lambda value: plain(str(value))}
     return environment.from_string(template).render(
         title=str(reports[0].root) if len(reports) == 1 else f"{len(reports)} runs",

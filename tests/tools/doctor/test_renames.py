@@ -100,35 +100,6 @@ def test_a_file_that_is_gone_while_it_is_replaced_is_a_warning_with_what_it_mean
     assert isolated(check_rename, tmp_path, disk=disk_whose("rename", go_away)).verdict == "ok"
 
 
-@pytest.mark.parametrize("check", [check_rename, check_replace])
-@pytest.mark.parametrize("other", [HERE, Second(("elsewhere",), "node2")])
-def test_a_stale_name_is_looked_at_again_and_told(check, other, tmp_path, monkeypatch):
-    monkeypatch.setattr(renames, "_see", _see_after(OSError(errno.ESTALE, os.strerror(errno.ESTALE))))
-    elsewhere(monkeypatch)
-    found = isolated(check, tmp_path, repeat_seconds=0.0, second=other)
-    assert found.verdict == "warning"
-    assert f"{other.who} could not read a f" in found.value
-    assert "(Stale file handle)" in found.value
-    assert "not safe" not in found.advice
-
-
-def test_a_file_that_stays_stale_fails(tmp_path, monkeypatch):
-    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-    monkeypatch.setattr(second_client, "PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(renames, "_see", _see_after(stale, 1 << 60))
-    found = isolated(check_replace, tmp_path)
-    told = "a file that was replaced could not be read for 0.1 s: Stale file handle"
-    assert (found.verdict, found.value) == ("FAILED", told)
-
-
-@pytest.mark.parametrize("check", [check_rename, check_replace])
-def test_any_other_error_of_reading_fails(check, tmp_path, monkeypatch):
-    monkeypatch.setattr(renames, "_see", _see_after(OSError(errno.EIO, os.strerror(errno.EIO))))
-    found = isolated(check, tmp_path)
-    assert found.verdict == "FAILED"
-    assert "could not be read at that moment: Input/output error" in found.value
-
-
 def _see_after(error, times=3, see=renames._see):
     """Fail at the first looks at each change."""
     looks = {}
@@ -156,19 +127,6 @@ def test_what_is_torn_on_another_client_is_fatal_in_a_commit_and_stale_in_a_prun
             renames._see(tmp_path, renames._Change("step-1", "step-1.tmp", old, 4), True)
 
 
-def test_what_another_client_sees_late_or_not_at_all_is_slow(tmp_path, monkeypatch):
-    second = elsewhere(monkeypatch)
-    monkeypatch.setattr(second_client, "PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(renames, "_see", lambda folder, change, is_elsewhere: change.old)
-    for check, late in (
-        (check_rename, "commits are whole when they are seen, and seen late"),
-        (check_replace, "rules, pins and outcomes are read as they were for so long"),
-    ):
-        found = isolated(check, tmp_path, second=second)
-        assert (found.verdict, found.advice) == ("slow", late)
-        assert found.value.endswith("but node2 did not see it within 0.1 s")
-
-
 def test_a_name_that_another_client_remembers_is_told(tmp_path, monkeypatch):
     second = elsewhere(monkeypatch)
     monkeypatch.setattr(renames, "_PROMPT_SECONDS", 0.0)
@@ -180,26 +138,50 @@ def test_a_name_that_another_client_remembers_is_told(tmp_path, monkeypatch):
     assert re.fullmatch(told + r"path for \S+ s", found.value)
 
 
-@pytest.mark.slow
-def test_a_commit_that_others_see_late_is_slow(tmp_path, monkeypatch):
-    monkeypatch.setattr(renames, "SLOW_SIGHT_SECONDS", 0.1)
-    monkeypatch.setattr(renames, "_see", _see_late)
-    found = isolated(check_rename, tmp_path, repeat_seconds=0.0)
-    assert found.verdict == "slow"
-    assert "another process saw it only after 0.2" in found.value
+BOTH = pytest.mark.parametrize("check", [check_rename, check_replace])
+STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
-def _see_late(folder, change, is_elsewhere, see=renames._see):
-    number = see(folder, change, is_elsewhere)
-    if number == change.new:
-        time.sleep(0.2)
-    return number
+@BOTH
+@pytest.mark.parametrize("other", [HERE, Second(("elsewhere",), "node2")])
+def test_a_stale_name_is_looked_at_again_and_told(check, other, tmp_path, monkeypatch):
+    monkeypatch.setattr(renames, "_see", _see_after(STALE))
+    elsewhere(monkeypatch)
+    found = isolated(check, tmp_path, repeat_seconds=0.0, second=other)
+    assert (found.verdict, "not safe" in found.advice) == ("warning", False)
+    assert re.search(f"{other.who} could not read a f.* for up to .*Stale file handle", found.value)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("error", "times", "told"),
+    [
+        (STALE, 1 << 60, "could not be read for 0.1 s: Stale file handle"),
+        (OSError(errno.EIO, os.strerror(errno.EIO)), 3, "could not be read at that moment: Input/output error"),
+    ],
+)
+def test_what_stays_unreadable_or_fails_otherwise_fails(check, error, times, told, tmp_path, monkeypatch):
+    monkeypatch.setattr(second_client, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(renames, "_see", _see_after(error, times))
+    found = isolated(check, tmp_path)
+    assert (found.verdict, told in found.value) == ("FAILED", True)
+
+
+@BOTH
+@pytest.mark.parametrize("patience_seconds", [0.1, 10.0])
+def test_what_another_client_sees_late_or_not_at_all_is_slow(check, patience_seconds, tmp_path, monkeypatch):
+    never = patience_seconds < 1
+    monkeypatch.setattr(second_client, "PATIENCE_SECONDS", patience_seconds)
+    monkeypatch.setattr(renames, "SLOW_SIGHT_SECONDS", 0.0)
+    if never:
+        monkeypatch.setattr(renames, "_see", lambda folder, change, is_elsewhere: change.old)
+    found = isolated(check, tmp_path, second=elsewhere(monkeypatch))
+    assert (found.verdict, found.advice) == ("slow", check.args[0].late)
+    assert ("but node2 did not see it within 0.1 s" if never else "but node2 saw it only after ") in found.value
 
 
 def test_a_commit_that_is_never_seen_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(second_client, "PATIENCE_SECONDS", 0.2)
     found = isolated(check_rename, tmp_path, disk=disk_whose("rename", lambda *_: None))
-    assert (found.verdict, found.value) == (
-        "FAILED",
-        "a folder that was renamed was not seen by another process for 0.2 s",
-    )
+    assert found.verdict == "FAILED"
+    assert found.value == "a folder that was renamed was not seen by another process for 0.2 s"

@@ -31,11 +31,6 @@ def refuse_twice(pipe, folder, disk):
         pipe.send(OSError(number, os.strerror(number)) if number else ConfigError("no"))
 
 
-def break_off(pipe, folder, disk):
-    """Task: fail."""
-    raise RuntimeError("broken off")
-
-
 @pytest.mark.parametrize("command", [("env",), NOISY], ids=["quiet", "noisy"])
 def test_this_host_is_no_other_client(command, tmp_path):
     found = isolated(check_clients, tmp_path, second=Second(command))
@@ -91,16 +86,6 @@ def test_errors_come_back_as_what_they_are(tmp_path):
             return full.value.errno
 
     assert run_isolated(ask, 60) == errno.EDQUOT
-
-
-def test_one_that_breaks_off_is_told_with_its_last_words(tmp_path):
-    def ask():
-        with Second(("env",)).start(break_off, tmp_path) as other:
-            other.pipe.send("go on")
-            other.receive()
-
-    with pytest.raises(Exception, match=r"env ended with exit code 1 \(RuntimeError: broken off\)"):
-        run_isolated(ask, 60)
 
 
 def test_it_ends_by_itself_when_the_first_one_has_no_more_to_say(tmp_path):
