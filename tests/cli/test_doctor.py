@@ -136,14 +136,6 @@ def test_a_checkpoint_that_does_not_answer_is_told(tmp_path, capsys, monkeypatch
     assert "does not answer within 0.2 s: give its size, such as 70GB" in capsys.readouterr().err
 
 
-def test_without_a_folder_it_is_the_job(ends):
-    found = rows(ends(0, "doctor").out)
-    assert list(found) == [
-        *("python", "torch", "devices", "backends", "world", "job", "host memory", "/dev/shm", "memory tier"),
-        *("open files", "locked memory", "clock"),
-    ]
-
-
 def test_a_job_that_is_broken_is_1(ends, monkeypatch):
     monkeypatch.setenv("RANK", "4")
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -59,15 +59,6 @@ def test_without_the_records_of_a_chain_waiting_is_not_known():
     assert ledger.seconds["training"] == pytest.approx(run.truth["training"], rel=0.01)
 
 
-def test_an_older_journal_does_not_say_when_a_killed_attempt_stopped_to_train():
-    run = run_of(3, ("killed", 330))
-    run.finish()
-    run.events = [event for event in run.events if event["event"] != "progress"]
-    ledger = ledger_of(run)
-    # 30 steps after the save of step 300 nobody heard of it: lost, or hung, or dead.
-    assert ledger.seconds["unknown"] == pytest.approx(30 * run.step_seconds - run.durable_seconds, abs=5)
-
-
 def test_the_time_until_slurm_notices_a_dead_node_is_not_training():
     run = run_of(22, ("killed", 330))
     before = ledger_of(run)

@@ -1,7 +1,6 @@
 """How runs stand, as their roots tell it, whatever state these are in."""
 
 import os
-import shutil
 import time
 from contextlib import contextmanager
 
@@ -11,8 +10,8 @@ from ckptman.jobs.slurm.commands import Job
 from ckptman.storage.catalog.writer_lock import claim
 from ckptman.tools.monitoring import status as status_module
 from ckptman.tools.monitoring.status import read_status
-from tests.helpers.journals import make_root, write_journal
-from tests.tools.monitoring.invented_run import InventedRun, invented
+from tests.helpers.journals import make_root
+from tests.tools.monitoring.invented_run import InventedRun
 
 
 def status_of(root, **options):
@@ -113,10 +112,3 @@ def test_a_long_attempt_whose_beginning_is_not_in_the_end_of_its_journal(tmp_pat
     root = make_root(tmp_path / "root", at_work(), [200])
     monkeypatch.setattr(status_module, "_TAIL_BYTES", 500)
     assert status_of(root).step == 251
-
-
-def test_a_root_that_goes_away_between_two_looks(tmp_path):
-    root = write_journal(tmp_path / "root", invented(3, 8).events)
-    assert status_of(root).state == "finished"
-    shutil.rmtree(root)
-    assert "root" in status_of(root).trouble
