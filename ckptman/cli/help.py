@@ -29,7 +29,8 @@ class Verb(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:  # click's NoSuchOption, of which newer versions of typer have a copy
             option = getattr(error, "option_name", "")
-            replacement = REMOVED.get((self.name or "", option))
+            verb = ctx.command_path.partition(" ")[2]  # `probe loader` of `ckptman probe loader`
+            replacement = REMOVED.get((verb, option))
             if replacement is None:
                 raise
             raise ConfigError(f"{option} was removed: {replacement}") from None

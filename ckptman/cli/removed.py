@@ -15,5 +15,8 @@ REMOVED: dict[tuple[str, str], str] = {
     ("plan", "--dim"): _GPU_MEMORY,
     ("plan", "--layers"): _GPU_MEMORY,
     ("simulate", "--svg"): "use --json, whose `curve` any plotting program can draw",
+    ("probe loader", "--config"): "name a function that makes the loader, such as train.py:make_loader",
+    ("probe loader", "--set"): "name a function that makes the loader, such as train.py:make_loader",
+    ("probe loader", "--world-size"): "let the function make the loader of one rank",
 }
 """(verb, option) -> the rest of the sentence "OPTION was removed: ..."."""

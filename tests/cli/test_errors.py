@@ -211,11 +211,10 @@ REFUSALS = [
     # ---- status, report, probe
     ("status nowhere", 3, "nowhere"),
     ("report nowhere", 3, "nowhere"),
-    ("probe loader", 2, "name what makes the loader, such as train:make_loader"),
+    ("probe loader", 2, "Missing argument 'MODULE:FUNCTION'"),
     ("probe loader program", 2, "MODULE:FUNCTION, such as train:make_loader or train.py:make_loader, not 'program'"),
     ("probe loader nowhere.py:f", 3, "there is no file nowhere.py"),
     ("probe loader program.py:make_laoder", 2, "program.py has no make_laoder: did you mean make_loader?"),
-    ("probe loader --config nowhere.toml", 3, "no configuration file nowhere.toml"),
     (f"{PROBE} --workers 0,x", 2, "--workers: numbers from 0 to 1024"),
     (f"{PROBE} --workers 2000", 2, "--workers: numbers from 0 to 1024"),
     (f"{PROBE} --seconds 0", 2, "--seconds"),
@@ -227,8 +226,6 @@ REFUSALS = [
     (f"{PROBE} --root nowhere", 3, "there is no journal"),
     (f"{PROBE} --root young", 3, "does not say how fast its steps are"),
     (f"{PROBE} --data nowhere", 3, "--data: there is no nowhere"),
-    (f"{PROBE} --config run.toml", 2, "leave the others out"),
-    (f"{PROBE} --set run.steps=3", 2, "--set and --world-size are of --config"),
 ]
 """A command, its exit code, and words of its message."""
 
