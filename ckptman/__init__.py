@@ -30,7 +30,7 @@ _HOME = {
     "TrackedRun": "ckptman.runtime.tracker",
     "Tracker": "ckptman.runtime.tracker",
     "export": "ckptman.tools.exporting.export",
-    "diff": "ckptman.tools.diff.compare",
+    "diff": "ckptman.tools.diff.diff",
     "verify": "ckptman.tools.verify.verify",
     "prune": "ckptman.tools.manage",
     "pin": "ckptman.tools.manage",
@@ -213,7 +213,7 @@ if TYPE_CHECKING:
     from ckptman.runtime.tracker import TrackedRun, Tracker
     from ckptman.tools.adopt.adopt import adopt
     from ckptman.tools.copy import copy
-    from ckptman.tools.diff.compare import diff
+    from ckptman.tools.diff.diff import diff
     from ckptman.tools.exporting.export import export
     from ckptman.tools.manage import pin, prune, unpin
     from ckptman.tools.verify.verify import verify

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptman.cli import console
-from ckptman.cli.diff_report import Side, as_dict, lines
 from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.progress import progress
 from ckptman.cli.select import choose, is_foreign
@@ -16,16 +17,31 @@ from ckptman.errors import ConfigError, NotFoundError
 from ckptman.policies.parameters import check_count
 from ckptman.storage.format.paths import is_checkpoint
 
+if TYPE_CHECKING:
+    from ckptman.storage.format.manifest import Manifest
+    from ckptman.tools.diff.diff import Diff, TensorDiff
+    from ckptman.tools.diff.values import ValueDiff
+
 DIFFERENT = 1
-"""The exit code of a diff that found something, as of the diff that everybody knows."""
+"""The exit code if something differs, as that of diff(1)."""
+VALUE_WIDTH, NOTE_WIDTH = 36, 60
+WORDS = {"removed": "only in A", "added": "only in B"}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two checkpoints. `manifest`: None for a foreign one."""
+
+    path: Path
+    manifest: Manifest | None = None
 
 
 def diff(
     a: Annotated[
         Path, path_argument("A", "A checkpoint, or a root (then its newest finite one; alone: its two newest).")
     ],
-    b: Annotated[Path | None, path_argument("B", "The one it is compared with.")] = None,
-    steps: Annotated[str | None, option("--steps", "N,N", "Of a root: the checkpoints of these two steps.")] = None,
+    b: Annotated[Path | None, path_argument("B", "The checkpoint it is compared with.")] = None,
+    steps: Annotated[str | None, option("--steps", "N,N", "The checkpoints of these two steps of a root.")] = None,
     only: Annotated[
         list[str] | None,
         option("--only", "PATTERN", "Only names that match, such as 'model.*.bias'. May be given several times."),
@@ -33,30 +49,26 @@ def diff(
     top: Annotated[
         int, typer.Option("--top", metavar="N", help="Show that many lines of tensors, and of values.")
     ] = 20,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Show each tensor and value on a line of its own, however many.")
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show all tensors and values, however many.")] = False,
     read: Annotated[
-        bool, typer.Option("--read", help="Read every tensor, also where the digests say it did not change.")
+        bool, typer.Option("--read", help="Read every tensor, even if the digests say it did not change.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what changed between two checkpoints.
-
-    Layers that differ in the same way are one line, with their number and the largest change.
 
     Exit code 0: nothing. 1: something. 2: wrong usage. 3: not found. 4: one of them is damaged. 9: a newer ckptman
     wrote one of them. 10: one of them could not be read.
     """
     check_count("diff", "--top", top)
     before, after = _sides(a, b, steps)
-    from ckptman.tools.diff.compare import compare
+    from ckptman.tools.diff.diff import compare
 
     found = compare(before.path, after.path, only or ["*"], read, progress)
     if as_json:
-        console.say_json(as_dict(before, after, found))
+        console.say_json(_as_dict(before, after, found))
     else:
-        console.say(*lines(before, after, found, None if everything else top))
+        console.say(*_lines(before, after, found, None if everything else top))
     if not found.same:
         raise typer.Exit(DIFFERENT)
 
@@ -92,3 +104,137 @@ def _side(path: Path, step: int | None = None) -> Side:
         return Side(path)
     (entry,) = choose(path, step)
     return Side(entry.path, entry.require_manifest())
+
+
+def _as_dict(before: Side, after: Side, found: Diff) -> dict[str, Any]:
+    def side(each: Side) -> dict[str, Any]:
+        known = each.manifest
+        step, world_size = (known.step, known.world_size) if known else (None, None)
+        return {"path": str(each.path), "step": step, "world_size": world_size}
+
+    groups = {
+        name: {"tensors": dict(group.tensors), "values": dict(group.values)}
+        for name, group in sorted(found.groups.items())
+    }
+    return {
+        "a": side(before),
+        "b": side(after),
+        "same": found.same,
+        "unread_tensors": found.unread,
+        "groups": groups,
+        "tensors": [_tensor_dict(each) for each in found.tensors],
+        "values": [_value_dict(each) for each in found.values],
+    }
+
+
+def _tensor_dict(tensor: TensorDiff) -> dict[str, Any]:
+    found = tensor.difference
+    fields: dict[str, Any] = {"name": tensor.name, "kind": tensor.kind}
+    fields |= {side: form._asdict() for side, form in (("a", tensor.before), ("b", tensor.after)) if form is not None}
+    if found is not None:
+        fields |= {"elements": found.elements, "changed": found.changed}
+        if found.measured:
+            fields |= {"relative_norm": found.relative, "max_abs": found.largest, "not_finite": found.unmeasured}
+            fields |= {"nan": found.nan, "inf": found.inf}
+    return fields | ({"note": tensor.note} if tensor.note else {})
+
+
+def _value_dict(value: ValueDiff) -> dict[str, Any]:
+    from ckptman.storage.format.value_codec import encode
+    from ckptman.tools.diff.values import MISSING
+
+    fields: dict[str, Any] = {"name": value.name, "kind": value.kind}
+    for side, each in (("a", value.before), ("b", value.after)):
+        if each is not MISSING:
+            try:
+                fields[side] = encode(each, value.name)
+            except ConfigError:
+                fields[side] = repr(each)
+    return fields
+
+
+def _lines(before: Side, after: Side, found: Diff, top: int | None) -> list[str]:
+    """Return the report for people. `top`: the most lines of tensors, and of values; None: all of them."""
+    shown = [_side_line("A", before), _side_line("B", after)]
+    tensors = sum(group.tensors.total() for group in found.groups.values())
+    values = sum(group.values.total() for group in found.groups.values())
+    known = f" ({console.count(found.unread, 'tensor')} by digest: --read reads them)" if found.unread else ""
+    compared = f"{console.count(tensors, 'tensor')} and {console.count(values, 'plain value')}"
+    if found.same:
+        return [*shown, f"no difference in {compared}{known}"]
+    differ = f"{console.count(len(found.tensors), 'tensor')} and {console.count(len(found.values), 'plain value')}"
+    shown += [f"{differ} differ, of {compared}{known}", "", *_group_table(found)]
+    tensor_headers = ("tensor", "", "shape", "dtype", "relative", "max abs", "elements", "")
+    for headers, rows in (
+        (tensor_headers, [_tensor_row(each) for each in found.tensors[:top]]),
+        (("value", "A", "B"), [_value_row(each) for each in found.values[:top]]),
+    ):
+        if rows:
+            shown += ["", *console.table(headers, rows, drop=("elements", "dtype"), indent=2)]
+        count = len(found.values if headers[0] == "value" else found.tensors)
+        if count > len(rows):
+            shown.append(f"  ... {count - len(rows):,} more: --top {count}, --all or --json shows all")
+    return shown
+
+
+def _side_line(name: str, side: Side) -> str:
+    known = side.manifest
+    if known is None:
+        return f"{name}: {console.plain(side.path)}, written by plain DCP"
+    metrics = f", {console.metrics(known.metrics)}" if known.metrics else ""
+    return f"{name}: step {known.step}, {console.plain(side.path)}, {console.count(known.world_size, 'rank')}{metrics}"
+
+
+def _group_table(found: Diff) -> list[str]:
+    order = ("changed", "retyped", "reshaped", "added", "removed")
+    kinds = ["same", *(kind for kind in order if any(group.tensors[kind] for group in found.groups.values()))]
+    headers = ("", "tensors", *(WORDS.get(kind, kind) for kind in kinds), "values", "differ")
+    rows = []
+    for name, group in sorted(found.groups.items()):
+        counts = [group.tensors.total(), *(group.tensors[kind] for kind in kinds)]
+        counts += [group.values.total(), group.values.total() - group.values["same"]]
+        rows.append((console.plain(name), *(f"{count:,}" if count else "-" for count in counts)))
+    return console.table(headers, rows, indent=2)
+
+
+def _tensor_row(tensor: TensorDiff) -> tuple[str, ...]:
+    forms = [form for form in (tensor.before, tensor.after) if form is not None]
+    found = tensor.difference
+    relative = largest = changed = "-"
+    remarks = []
+    if found is not None:
+        changed = f"{found.changed:,} of {found.elements:,}"
+        if found.relative is not None:
+            relative = f"{found.relative:.3g}"
+            largest = f"{found.largest:,}" if isinstance(found.largest, int) else f"{found.largest:.3g}"
+        for what, (before, after) in (("NaN", found.nan), ("Inf", found.inf)):
+            if before != after:
+                remarks.append(f"{what}: {before:,} -> {after:,}")
+        if found.unmeasured:
+            remarks.append(f"{found.unmeasured:,} not finite")
+    if tensor.note:
+        remarks.append(f"only its bytes were compared: {_cut(console.plain(tensor.note), NOTE_WIDTH)}")
+    return (
+        console.plain(tensor.name),
+        WORDS.get(tensor.kind, tensor.kind),
+        " -> ".join(dict.fromkeys(str(list(form.shape)) for form in forms)),
+        console.plain(" -> ".join(dict.fromkeys(form.dtype for form in forms))),
+        relative,
+        largest,
+        changed,
+        "; ".join(remarks),
+    )
+
+
+def _value_row(value: ValueDiff) -> tuple[str, ...]:
+    """Show both values, both cut from a little before the place where they differ."""
+    before, after = console.plain(repr(value.before)), console.plain(repr(value.after))
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after)))
+    if max(len(before), len(after)) > VALUE_WIDTH < shared + VALUE_WIDTH // 2:
+        start = max(shared - VALUE_WIDTH // 3, 0)
+        before, after = (f"...{each[start:]}" if start else each for each in (before, after))
+    return console.plain(value.name), _cut(before, VALUE_WIDTH), _cut(after, VALUE_WIDTH)
+
+
+def _cut(written: str, width: int) -> str:
+    return written if len(written) <= width else f"{written[: width - 3]}..."

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ from ckptman.engine.loading.box_reader import BoundedState, boxes
 from ckptman.storage.format.paths import step_folder
 from tests.engine.dcp.test_values import WRITERS, bits, noise
 from tests.engine.dcp.test_values import save as save_as
-from tests.helpers.checkpoints import flip_byte
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
@@ -38,7 +36,7 @@ def pair(folder, before, after):
 
 
 class Diff:
-    """Runs the command: `data` is what it gave as JSON, `error` what it complained of."""
+    """Runs the command: `data` is its JSON, `error` its error message."""
 
     def __init__(self, capsys):
         self._capsys = capsys
@@ -53,11 +51,10 @@ class Diff:
 
     @property
     def told(self):
-        """What people are told of the same."""
+        """The report for people."""
         assert main(self._words) == self._code
         told = self._capsys.readouterr()
         assert told.err == self.error
-        assert "\x1b" not in told.out + told.err
         return told.out
 
     def kinds(self, what="tensors"):
@@ -82,10 +79,9 @@ def tensors():
 
 
 def test_the_same_is_0_and_something_else_is_1(tmp_path, diff):
-    before, after = tensors(), tensors()
-    after["model"]["large"] = before["model"]["large"].clone()
+    after = tensors()
     after["model"]["large"][70_000] += 0.5
-    a, b = pair(tmp_path, before, after)
+    a, b = pair(tmp_path, tensors(), after)
     assert diff(a, save(tmp_path / "again", tensors())) == 0
     assert diff.data["same"] is True
     assert "no difference in 2 tensors and 4 plain values (2 tensors by digest: --read reads them)" in diff.told
@@ -95,7 +91,7 @@ def test_the_same_is_0_and_something_else_is_1(tmp_path, diff):
     assert diff.kinds() == {"model.large": "changed"}
     found = diff["model.large"]
     assert (found["elements"], found["changed"], found["max_abs"]) == (270_000, 3, pytest.approx(0.5))
-    norm = float(before["model"]["large"].double().norm())
+    norm = float(tensors()["model"]["large"].double().norm())
     assert found["relative_norm"] == pytest.approx(math.sqrt(0.75) / norm, rel=1e-6)
     assert diff.data["groups"]["model"]["tensors"] == {"changed": 1, "same": 1}
     told = diff.told
@@ -104,57 +100,57 @@ def test_the_same_is_0_and_something_else_is_1(tmp_path, diff):
     assert "3 of 270,000" in told
 
 
-def test_added_removed_reshaped_and_retyped(tmp_path, diff):
-    exact = torch.tensor([1.0, 1.0 + 2**-20])
-    before = {"x": {"gone": torch.ones(2), "wide": torch.ones(2, 6), "exact": exact}, "lr": torch.tensor(0.1)}
-    after = {"x": {"new": torch.ones(3), "wide": torch.ones(3, 4), "exact": exact.bfloat16()}, "lr": 0.1}
-    assert diff(*pair(tmp_path, before, after)) == 1
-    kinds = {"x.gone": "removed", "x.new": "added", "x.wide": "reshaped", "x.exact": "retyped", "lr": "removed"}
-    assert (diff.kinds(), diff.kinds("values")) == (kinds, {"lr": "added"})
+def test_each_kind_of_difference_of_tensors(tmp_path, diff):
+    exact, nans, more_nans = torch.tensor([1.0, 1.0 + 2**-20]), torch.ones(40, 4), torch.ones(40, 4)
+    nans[0, 0] = math.nan
+    more_nans[3], more_nans[5, 1] = math.nan, math.inf
+    before = {"gone": torch.ones(2), "wide": torch.ones(2, 6), "exact": exact, "nans": nans, "none": torch.empty(0)}
+    after = {"new": torch.ones(3), "wide": torch.ones(3, 4), "exact": exact.bfloat16(), "nans": more_nans}
+    a = {"x": before | {"scalar": torch.tensor(1.5), "empty": torch.empty(3, 0, 2)}, "lr": torch.tensor(0.1)}
+    b = {
+        "x": after | {"scalar": torch.tensor(9.5), "empty": torch.empty(3, 0, 2), "none": torch.empty(0, 4)},
+        "lr": 0.1,
+    }
+    assert diff(*pair(tmp_path, a, b), "--read") == 1
+    assert list(diff.kinds().items()) == [
+        ("lr", "removed"),
+        ("x.gone", "removed"),
+        ("x.new", "added"),
+        ("x.none", "reshaped"),
+        ("x.wide", "reshaped"),
+        ("x.exact", "retyped"),
+        ("x.nans", "changed"),  # first, because it cannot be measured
+        ("x.scalar", "changed"),
+    ]
+    assert diff.kinds("values") == {"lr": "added"}
     assert (diff["x.exact"]["changed"], diff["x.exact"]["max_abs"]) == (1, 2**-20)
     assert diff["x.wide"]["a"] == {"shape": [2, 6], "dtype": "float32"}
     assert diff["x.wide"]["b"]["shape"] == [3, 4]
     assert "b" not in diff["x.gone"]
+    assert (diff["x.nans"]["nan"], diff["x.nans"]["inf"], diff["x.nans"]["not_finite"]) == ([1, 4], [0, 1], 6)
+    assert (diff["x.nans"]["max_abs"], diff["x.scalar"]["max_abs"]) == (0, 8)
     told = diff.told
     lines = [line.split() for line in told.splitlines()]
     assert ["x.wide", "reshaped", "[2,", "6]", "->", "[3,", "4]", "float32", "-", "-", "-"] in lines
     assert ["x.gone", "only", "in", "A", "[2]", "float32", "-", "-", "-"] in lines
     assert "float32 -> bfloat16" in told
+    assert "NaN: 1 -> 4; Inf: 0 -> 1; 6 not finite" in told
 
 
 def test_plain_values_side_by_side(tmp_path, diff):
     same = {"nan": math.nan, "array": np.arange(3), "deep": [{"x": 1}, {"y": (1, [2, b"3"])}], "none": None}
-    before = {**same, "lr": 0.1, "n": 1, "kind": 1, "zero": 0.0, "list": [1, 2], "gone": "x", "text": "a" * 500 + "b"}
-    after = {**same, "lr": 0.05, "n": 2, "kind": True, "zero": -0.0, "list": [1, 3], "new": "y", "text": "a" * 500}
+    before = {**same, "lr": 0.1, "kind": 1, "zero": 0.0, "list": [1, 2], "gone": "x", "text": "a" * 500 + "b"}
+    after = {**same, "lr": 0.05, "kind": True, "zero": -0.0, "list": [1, 3], "new": "y", "text": "a" * 500}
     assert diff(*pair(tmp_path, {"s": before}, {"s": after})) == 1
-    assert diff.kinds("values") == {
-        **{f"s.{name}": "changed" for name in ("lr", "n", "kind", "zero", "list", "text")},
-        "s.gone": "removed",
-        "s.new": "added",
-    }
+    changed = dict.fromkeys(("s.lr", "s.kind", "s.zero", "s.list", "s.text"), "changed")
+    assert diff.kinds("values") == {**changed, "s.gone": "removed", "s.new": "added"}
     assert (diff["s.lr"]["a"], diff["s.lr"]["b"]) == (0.1, 0.05)
     assert "a" not in diff["s.new"]
-    told = diff.told
-    lines = [line.split() for line in told.splitlines()]
-    assert ["s.lr", "0.1", "0.05"] in lines
-    assert ["s.gone", "'x'", "-"] in lines
     assert diff["s.text"]["a"] == "a" * 500 + "b"
-    (row,) = [line for line in told.splitlines() if "s.text" in line]
+    told = diff.told.splitlines()
+    assert ["s.gone", "'x'", "-"] in [line.split() for line in told]
+    (row,) = [line for line in told if "s.text" in line]
     assert row.endswith("aab'  ...aaaaaaaaaaaa'"), "it is shown where it differs"
-
-
-def test_nans_are_told(tmp_path, diff):
-    before, after = torch.ones(40, 4), torch.ones(40, 4)
-    before[0, 0] = math.nan
-    after[3], after[5, 1] = math.nan, math.inf
-    assert diff(*pair(tmp_path, {"w": before, "v": torch.ones(4)}, {"w": after, "v": torch.full((4,), 9.0)})) == 1
-    assert (diff["w"]["nan"], diff["w"]["inf"], diff["w"]["not_finite"]) == ([1, 4], [0, 1], 6)
-    assert diff["w"]["max_abs"] == 0
-    assert "NaN: 1 -> 4; Inf: 0 -> 1; 6 not finite" in diff.told
-    assert list(diff.kinds()) == ["w", "v"], "what cannot be measured is not at the end"
-
-
-"""What can be saved: torch has no storage for integers of less than eight bits. Packed, they are uint8 or bits4x2."""
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:.*[Qq]uantiz")
@@ -174,15 +170,6 @@ def test_quantized_tensors_by_the_numbers_they_stand_for(tmp_path, diff):
     assert diff.kinds() == {"q": "changed", "channels": "changed"}
     assert diff["q"]["max_abs"] == 0.5
     assert diff(a, save(tmp_path / "c", state(0) | {"longer": "so that it lies elsewhere" * 9}), "--only", "q") == 0
-
-
-def test_no_elements_and_no_dimensions(tmp_path, diff):
-    state = {"zero": torch.empty(0), "inside": torch.empty(3, 0, 2), "scalar": torch.tensor(1.5), "one": torch.ones(1)}
-    a, b = pair(tmp_path, state, state | {"scalar": torch.tensor(2.5), "zero": torch.empty(0, 4)})
-    assert diff(a, b, "--read") == 1
-    assert diff.kinds() == {"scalar": "changed", "zero": "reshaped"}
-    assert diff["scalar"]["max_abs"] == 1
-    assert diff(a, a, "--read") == 0
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
@@ -224,15 +211,14 @@ def test_saved_by_one_rank_and_by_four(tmp_path, diff, monkeypatch):
     norm = float(whole(True)["w"]["rows"].double().norm())
     assert diff["w.rows"]["relative_norm"] == pytest.approx(1 / norm, rel=1e-5)
 
-    frugal = BoundedState.read(tmp_path / "same-4")
     monkeypatch.setattr("ckptman.engine.loading.box_reader.KEPT_BYTES", 1)
+    frugal = BoundedState.read(tmp_path / "same-4")
     assert all(frugal.digests(file) is not None for file in frugal.index.files)
     assert len(frugal._digests) == 1, "digests grow with a checkpoint"
-    assert diff(tmp_path / "same-4", tmp_path / "same-4", "--read") == 0
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (1, 50), (3, 4, 5), (2, 1, 9, 3), (100, 1), (0, 3), (5, 0)])
-@pytest.mark.parametrize("limit", [1, 2, 5, 13, 60, 1000])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4, 5), (2, 1, 9, 3), (100, 1), (0, 3)])
+@pytest.mark.parametrize("limit", [1, 5, 13, 1000])
 def test_boxes_fill_a_tensor_exactly(shape, limit):
     found = torch.zeros(shape, dtype=torch.int64)
     for offsets, sizes in boxes(shape, limit):
@@ -298,16 +284,9 @@ def test_memory_is_bounded_whatever_the_tensor(tmp_path):
 # ---- other writers ---------------------------------------------------------------------------------------------------
 
 
-def pairs_of_writers():
-    """Each with the next one; all with all in the campaign."""
-    for number, one in enumerate(WRITERS):
-        for other in WRITERS:
-            marks = [] if other == WRITERS[number - 1] else [pytest.mark.campaign]
-            yield pytest.param(one, other, marks=marks)
-
-
-@pytest.mark.parametrize(("one", "other"), list(pairs_of_writers()))
-def test_whoever_wrote_them(tmp_path, diff, one, other):
+@pytest.mark.parametrize("number", range(len(WRITERS)))
+def test_checkpoints_of_all_writers_can_be_compared(tmp_path, diff, number):
+    one, other = WRITERS[number], WRITERS[number - 1]
     after = tensors()
     after["model"]["small"][2, 1] += 4
     after["optimizer"]["lr"] = 0.2
@@ -361,15 +340,10 @@ def test_one_that_cannot_be_loaded_leaves_its_neighbours_alone(tmp_path, diff):
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 
-def flip(path, tensor):
-    data = bytearray(path.read_bytes())
-    at = data.index(bits(tensor).numpy().tobytes())
-    data[at + 1] ^= 1
-    path.write_bytes(data)
-
-
 def flip_data(path):
-    flip(path, tensors()["model"]["large"])
+    data = bytearray(path.read_bytes())
+    data[data.index(bits(tensors()["model"]["large"]).numpy().tobytes()) + 1] ^= 1
+    path.write_bytes(data)
 
 
 def cut(path):
@@ -380,14 +354,11 @@ def change_dtype(path):
     path.write_bytes(path.read_bytes().replace(b"float32", b"float16"))
 
 
-DAMAGES = [
-    *((DATA, flip_data), ("index.json", change_dtype), ("blocks-00000.bin", flip_byte), (DATA, Path.unlink)),
-    *((DATA, cut), ("chunks.bin", cut), ("manifest.json", cut)),
-]
+DAMAGES = [(DATA, flip_data), (DATA, cut), (DATA, Path.unlink), ("index.json", change_dtype), ("blocks-00000.bin", cut)]
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES)
-def test_a_damaged_one_is_4_and_names_the_file(tmp_path, diff, name, damage):
+def test_a_damaged_checkpoint_is_4_and_names_the_file(tmp_path, diff, name, damage):
     after = tensors()
     after["model"]["large"] += 1
     bad, good = save(tmp_path / step_folder(1), tensors()), save(tmp_path / step_folder(2), tensors())
@@ -397,35 +368,24 @@ def test_a_damaged_one_is_4_and_names_the_file(tmp_path, diff, name, damage):
         assert diff(*order) == 4
         assert name in diff.error
         assert "What was to be filled" not in diff.error
-        assert diff.error.count("Error:") == 1
     assert diff(bad, good, "--read") == 4
 
 
-def test_a_foreign_one_that_is_cut_short(tmp_path, diff):
-    a, b = save(tmp_path / "a", tensors(), "dcp"), save(tmp_path / "b", tensors(), "dcp")
-    (b / DATA).write_bytes((b / DATA).read_bytes()[:50_000])
-    assert diff(a, b) == 4
-    assert DATA in diff.error or ".metadata" in diff.error
-    (b / DATA).unlink()
-    assert diff(a, b) == 4
-
-
-def test_bytes_that_changed_on_disk_are_seen_where_they_are_read(tmp_path, diff):
+def test_bytes_that_changed_on_disk_are_seen_if_they_are_read(tmp_path, diff):
     a, b = pair(tmp_path, tensors(), tensors())
     flip_data(b / DATA)
-    assert diff(a, b) == 0, "the digests are those of what was saved"
+    assert diff(a, b) == 0, "the digests are those of the save"
     assert diff.data["unread_tensors"] == 2
     assert diff(a, b, "--read") == 4
-    assert DATA in diff.error
 
 
 # ---- choosing and showing --------------------------------------------------------------------------------------------
 
 
 def test_two_steps_of_a_root(tmp_path, diff):
-    for step in (10, 20, 30):
-        save(tmp_path / "run" / step_folder(step), {"w": torch.full((3,), float(step)), "n": step})
     root = tmp_path / "run"
+    for step in (10, 20, 30):
+        save(root / step_folder(step), {"w": torch.full((3,), float(step))})
     for arguments, steps in (
         ([root, "--steps", "10,30"], (10, 30)),
         ([root], (20, 30)),
@@ -438,19 +398,6 @@ def test_two_steps_of_a_root(tmp_path, diff):
         assert f"A: step {steps[0]}, " in diff.told
 
 
-def test_every_place_knows_every_exit_code(capsys):
-    codes = ["0", "1", "2", "3", "4", "9", "10"]
-    docs = Path(__file__).parents[2] / "docs"
-    for page, heading in (("diff.md", "# Diff"), ("command-line.md", "## ckptman diff")):
-        text = (docs / page).read_text().split(f"{heading}\n")[1]
-        found = re.search(r"^Exit codes: (.*?)\n\n", text, re.MULTILINE | re.DOTALL)
-        assert found is not None
-        assert re.findall(r"(\d+),", found[1]) == codes
-    assert f"| {', '.join(codes[1:])} |" in (docs / "command-line.md").read_text()
-    assert main(["diff", "--help"]) == 0
-    assert sorted(re.findall(r"(\d+):", capsys.readouterr().out), key=int) == codes
-
-
 def test_only_some_names(tmp_path, diff):
     state = {"m": {f"{n}.{kind}": torch.ones(2) * n for n in range(3) for kind in ("weight", "bias")}, "lr": 1.0}
     other = {"m": {name: each + 1 for name, each in state["m"].items()}, "lr": 2.0}
@@ -459,7 +406,7 @@ def test_only_some_names(tmp_path, diff):
     assert diff.kinds() == {f"m.{n}.bias": "changed" for n in range(3)}
     assert diff.kinds("values") == {}
     assert diff(a, b, "--only", "m.0.*", "--only", "lr") == 1
-    assert list(diff.kinds()) == ["m.0.weight", "m.0.bias"] or list(diff.kinds()) == ["m.0.bias", "m.0.weight"]
+    assert set(diff.kinds()) == {"m.0.weight", "m.0.bias"}
     assert diff.kinds("values") == {"lr": "changed"}
 
 
@@ -474,40 +421,18 @@ def test_the_largest_come_first_and_the_rest_is_counted(tmp_path, diff):
     assert "w09 " not in told.partition("tensor  ")[2]
     assert "... 9 more: --top 29, --all or --json shows all" in told
     assert "... 10 more: --top 30, --all or --json shows all" in told
-    for options in (["--top", "30"], ["--all"]):
-        assert diff(a, b, *options) == 1
-        told = diff.told
-        assert "more:" not in told
-        assert all(f"  w{n:02} " in told for n in range(1, 30))
+    assert diff(a, b, "--all") == 1
+    told = diff.told
+    assert "more:" not in told
+    assert all(f"  w{n:02} " in told for n in range(1, 30))
 
 
-def test_a_terminal_is_told_nothing_that_it_would_obey(tmp_path, diff):
+def test_names_and_values_cannot_control_the_terminal(tmp_path, diff):
     name = "evil\x1b[2J\u202ename"
     before = {name: torch.ones(2), "values": {name: "\x1b]0;title\x07", "b": b"\x1b"}}
     after = {name: torch.zeros(2), "values": {name: "\x1b[31m", "b": b"\x1b\x1b"}}
-    a, b = pair(tmp_path / "x\x1by", before, after)
-    assert diff(a, b) == 1
+    assert diff(*pair(tmp_path / "x\x1by", before, after)) == 1
     assert name in diff.kinds()
     told = diff.told
-    for text in ("\x1b", "\u202e", "\x07"):
-        assert text not in told
+    assert not {"\x1b", "\u202e", "\x07"} & set(told)
     assert "evil\\x1b[2J\\u202ename" in told
-
-
-def test_layers_that_differ_alike_are_one_line_unless_all_are_wanted(tmp_path, diff):
-    def layers(add):
-        weights = {f"layers.{n}.{part}.weight": torch.ones(4, 2) + add * n for n in range(12) for part in ("q", "k")}
-        weights |= {f"layers.{n}.bias": torch.full((3,), add) for n in (0, 2, 3, 7)}
-        return {"model": weights | {"layers.5.odd": torch.ones(2 + int(add))}, "lr": {str(n): add for n in range(3)}}
-
-    a, b = pair(tmp_path, layers(0.0), layers(1.0))
-    assert diff(a, b) == 1
-    told = diff.told
-    rows = {line.split()[0]: line for line in told.splitlines() if line.startswith("  model.")}
-    assert list(rows) == [
-        *("model.layers.5.odd", "model.layers.0,2-3,7.bias", "model.layers.1-11.k.weight", "model.layers.1-11.q.weight")
-    ]
-    assert rows["model.layers.1-11.q.weight"].split("float32")[1].split(maxsplit=2)[:2] == ["11", "11"]
-    assert rows["model.layers.1-11.q.weight"].endswith("88 of 88  11 tensors, the largest changes")
-    assert "  lr.0-2  0.0  1.0" in told
-    assert len(diff.data["tensors"]) == 11 * 2 + 4 + 1

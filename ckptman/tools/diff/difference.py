@@ -98,11 +98,6 @@ def measuring_threads() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(torch_threads)
 
 
-def comparable(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether elements of these dtypes can be compared: equal dtypes, or both with arithmetic."""
-    return before == after or (has_values(before) and has_values(after))
-
-
 @cache
 def has_values(dtype: torch.dtype) -> bool:
     """Whether a dtype has arithmetic. Some can only be stored."""
@@ -120,9 +115,9 @@ def _measure(before: torch.Tensor, after: torch.Tensor, dtypes: tuple[torch.dtyp
     if not has_values(dtypes[0]):
         return Difference(elements, changed, measured=False)
     a = _values(before, dtypes[0])
-    norm, nan, inf = _finite_norm(a), 0, 0
-    if norm is None:
-        norm, nan, inf = _norm(_parts(a[torch.isfinite(a)])), int(torch.isnan(a).sum()), int(torch.isinf(a).sum())
+    norm, nan, inf = _norm(a), 0, 0
+    if not math.isfinite(norm):
+        norm, nan, inf = _norm(a[torch.isfinite(a)]), int(torch.isnan(a).sum()), int(torch.isinf(a).sum())
     if apart is not None and not changed:
         return Difference(elements, norm=norm, nan=(nan, nan), inf=(inf, inf))
     b = _values(after, dtypes[1])
@@ -134,8 +129,8 @@ def _measure(before: torch.Tensor, after: torch.Tensor, dtypes: tuple[torch.dtyp
         gap, largest = _exact_gap(before, after, dtypes[0])
     else:
         gap = (a - b).abs()
-    distance, unmeasured, nan_after, inf_after = _finite_norm(gap), 0, 0, 0
-    if distance is None:
+    distance, unmeasured, nan_after, inf_after = _norm(gap), 0, 0, 0
+    if not math.isfinite(distance):
         finite = torch.isfinite(a) & torch.isfinite(b)
         unmeasured = int(np.count_nonzero(apart & ~finite.numpy()))
         nan_after, inf_after = int(torch.isnan(b).sum()), int(torch.isinf(b).sum())
@@ -179,24 +174,14 @@ def _exact_gap(before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) ->
     return torch.from_numpy(gap.astype(np.float64)), int(gap.max())
 
 
-def _parts(numbers: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as real and imaginary parts in a row, real ones unchanged."""
-    return torch.view_as_real(numbers).reshape(-1) if numbers.is_complex() else numbers
-
-
-def _finite_norm(numbers: torch.Tensor) -> float | None:
-    """Return the norm; None if something is not finite, or so large that its square is not."""
-    parts = _parts(numbers)
+def _norm(numbers: torch.Tensor) -> float:
+    """Return the norm, even if squares are out of range; infinite or NaN if a number is."""
+    parts = torch.view_as_real(numbers).reshape(-1) if numbers.is_complex() else numbers
     square = float(torch.dot(parts, parts))
-    if not square <= _LARGE:
-        return None
-    return math.sqrt(square) if square >= _SMALL else _norm(parts)
-
-
-def _norm(parts: torch.Tensor) -> float:
-    """Return the norm of finite numbers, even if their squares are not finite."""
+    if _SMALL <= square <= _LARGE:
+        return math.sqrt(square)
     largest = float(parts.abs().max()) if parts.numel() else 0.0
-    if not largest or math.isinf(largest):
+    if not largest or not math.isfinite(largest):
         return largest
     scaled = parts / largest
     return largest * math.sqrt(float(torch.dot(scaled, scaled)))

@@ -1,4 +1,4 @@
-"""Whether a tensor is the same in two checkpoints, told by the digests of its blocks: next to nothing is read."""
+"""Whether a tensor is the same in two checkpoints, by the digests of its blocks: next to nothing is read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ PIECE_BYTES = 4 * 1024 * 1024
 
 
 def digests_agree(a: SavedState, b: SavedState, name: str) -> bool:
-    """Whether a tensor that both have, with one dtype and shape, lies at the same places with the same digests.
+    """Whether a tensor of the same dtype and shape has the same places and digests in both.
 
-    False says nothing. True is as certain as the digests: changes on disk after the save are not seen.
-
-    Raises: CorruptError.
+    If not, the tensor may be the same nevertheless. Changes on disk after the save are not seen. Raises: CorruptError.
     """
     if a.manifest is None or b.manifest is None or a.manifest.block_bytes != b.manifest.block_bytes:
         return False
     for saved in (a, b):
-        next(saved.all_chunks(name), None)  # its rows are looked at before they are believed
+        saved.check([name])
     ours, theirs = a.table.chunks(name), b.table.chunks(name)
     if a.index.files != b.index.files or not all(
         np.array_equal(getattr(ours, column), getattr(theirs, column))
@@ -40,7 +38,7 @@ def digests_agree(a: SavedState, b: SavedState, name: str) -> bool:
 
 
 def same_containers(a: SavedState, b: SavedState, name: str) -> bool | None:
-    """Whether the containers of a tensor are the same bytes; None if it was cut differently. Raises: CorruptError."""
+    """Whether the containers of a tensor have the same bytes; None if it was cut differently. Raises: CorruptError."""
     ours, theirs = ({chunk[4:]: chunk for chunk in saved.all_chunks(name)} for saved in (a, b))
     if ours.keys() != theirs.keys():
         return None
@@ -57,27 +55,24 @@ def _agree(a: SavedState, b: SavedState, file: str, low: int, high: int, name: s
     assert b.manifest is not None
     if low == high or a.manifest.files.get(file) == b.manifest.files.get(file):
         return True
-    block_bytes = a.manifest.block_bytes
-    first, last = low // block_bytes, -(-high // block_bytes)
+    size = a.manifest.block_bytes
+    first, last = low // size, -(-high // size)
     ours, theirs = _block_digests(a, file, first, last), _block_digests(b, file, first, last)
     if ours is None or theirs is None or len(ours) != (last - first) * DIGEST_BYTES:
         return False
     if ours == theirs:
         return True
-    begin, end = -(-low // block_bytes), high // block_bytes
+    begin, end = -(-low // size), high // size
     inner = slice((begin - first) * DIGEST_BYTES, (end - first) * DIGEST_BYTES)
     if begin >= end or ours[inner] != theirs[inner]:
         return False
-    # It shares a block with something else, at one end or both: these bytes have to be looked at.
-    edges = [(low, begin * block_bytes), (end * block_bytes, high)]
+    # The blocks at its ends are shared with other tensors, which may have changed: read these bytes.
+    edges = [(low, begin * size), (end * size, high)]
     return all(_same_bytes(a, b, (file, edge), (file, edge), stop - edge, name) for edge, stop in edges)
 
 
 def _block_digests(saved: SavedState, file: str, first: int, last: int) -> bytes | None:
-    """Return the digests of blocks [first, last); None if they are not available.
-
-    They are not checked: damaged ones agree with nothing.
-    """
+    """Return the digests of blocks [first, last), unchecked: damaged ones agree with nothing. None: unavailable."""
     name = digests_name(file)
     if name is None:
         return None

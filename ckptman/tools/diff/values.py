@@ -20,27 +20,23 @@ from ckptman.storage.format.value_codec import TensorRef, leaves_in
 Kind = Literal["same", "changed", "added", "removed"]
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "-"
+class _Shown:
+    """A placeholder for a value, equal to no other."""
 
-
-MISSING = _Missing()
-
-
-class Unreadable:
-    """A pickled value of a class that is not loaded. Nothing of it was run. Equal to no other."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
+    def __init__(self, text: str) -> None:
+        self._text = text
 
     def __repr__(self) -> str:
-        return f"<{self.why}>"
+        return self._text
+
+
+MISSING = _Shown("-")
+_PICKLED = _Shown("a value that is only stored as a pickle")
 
 
 @dataclass(frozen=True)
 class ValueDiff:
-    """A plain value in A (`before`) and B (`after`); `MISSING` where it does not exist."""
+    """A plain value in A (`before`) and B (`after`); `MISSING` if it does not exist there."""
 
     name: str
     kind: Kind
@@ -48,47 +44,37 @@ class ValueDiff:
     after: Any
 
 
-@dataclass(frozen=True)
-class _Pickled:
-    """A value that exists only as a pickle."""
-
-    saved: SavedState
-    name: str
-
-    def bytes(self) -> bytes:
-        return self.saved.pickle_of(self.name)
-
-    def value(self) -> Any:
-        data = self.bytes()
-        try:
-            return self.saved.unpickled(self.name, data)
-        except CorruptError as error:
-            return Unreadable(why_refused(error))
-
-
-def diff_values(a: SavedState, b: SavedState, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[ValueDiff]:
+def diff_values(a: SavedState, b: SavedState, wanted: Callable[[str], bool]) -> Iterator[ValueDiff]:
     """Yield the plain values of two checkpoints whose flat names are `wanted`, by name. Raises: CorruptError."""
     ours, theirs = _values(a), _values(b)
-    for name in sorted(ours.keys() | theirs.keys()):
-        if wanted(name):
-            yield _compared(name, ours.get(name, MISSING), theirs.get(name, MISSING))
+    for name in sorted(filter(wanted, ours.keys() | theirs.keys())):
+        before, after = ours.get(name, MISSING), theirs.get(name, MISSING)
+        if before is after is _PICKLED and a.pickle_of(name) == b.pickle_of(name):
+            yield ValueDiff(name, "same", before, after)
+            continue
+        before, after = _loaded(a, name, before), _loaded(b, name, after)
+        kind: Kind = "added" if before is MISSING else "removed" if after is MISSING else "changed"
+        try:
+            if kind == "changed" and alike(before, after):
+                kind = "same"
+        except RecursionError as error:
+            raise CorruptError(f"{name} is nested too deeply to be compared") from error
+        yield ValueDiff(name, kind, before, after)
 
 
-def _compared(name: str, before: Any, after: Any) -> ValueDiff:
-    if isinstance(before, _Pickled) and isinstance(after, _Pickled) and before.bytes() == after.bytes():
-        return ValueDiff(name, "same", before, after)
-    before, after = (each.value() if isinstance(each, _Pickled) else each for each in (before, after))
-    kind: Kind = "added" if before is MISSING else "removed" if after is MISSING else "changed"
+def _loaded(saved: SavedState, name: str, value: Any) -> Any:
+    """Return a value, from its pickle if needed. Nothing is run of a pickle that holds unknown classes."""
+    if value is not _PICKLED:
+        return value
+    data = saved.pickle_of(name)
     try:
-        if kind == "changed" and alike(before, after):
-            kind = "same"
-    except RecursionError as error:
-        raise CorruptError(f"{name} is nested too deeply to be compared") from error
-    return ValueDiff(name, kind, before, after)
+        return saved.unpickled(name, data)
+    except CorruptError as error:
+        return _Shown(f"<{why_refused(error)}>")
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two plain values are equal and of equal types: NaN is like NaN, 1 is not like True."""
+    """Whether two plain values are equal and of equal types: NaN equals NaN, 1 does not equal True."""
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
@@ -107,11 +93,11 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def _values(saved: SavedState) -> dict[str, Any]:
-    """Return the plain values by flat name: from the index, or from their pickles where there is nothing else."""
+    """Return the plain values by flat name: from the index, or as `_PICKLED` if they are not in it."""
     found: dict[str, Any] = {}
     if saved.manifest is not None:
         for name, value in saved.values.items():
             for path, leaf in leaves_in(value, path=(name,)):
                 if not isinstance(leaf, TensorRef):  # tensors are compared as tensors
                     found[".".join(map(str, path))] = leaf
-    return found | {name: _Pickled(saved, name) for name in saved.index.objects if name not in found}
+    return found | {name: _PICKLED for name in saved.index.objects if name not in found}

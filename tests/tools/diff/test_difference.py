@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptman.tools.diff import difference
-from ckptman.tools.diff.difference import Difference, comparable, has_values, measure, measuring_threads
+from ckptman.tools.diff.difference import Difference, has_values, measure, measuring_threads
 from tests.engine.dcp.test_values import DTYPES, QUANTIZED, name_of, noise
 
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
@@ -61,19 +61,6 @@ def test_any_bits_of_any_floating_dtype(dtype):
         agrees(compare(a, b), plainly(a, b))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn], ids=name_of)
-def test_ordinary_numbers(dtype, monkeypatch):
-    monkeypatch.setattr(difference, "SLICE_ELEMENTS", 100)
-    torch.manual_seed(0)
-    a = torch.randn(1009, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
-    b = (a.to(torch.complex64 if dtype.is_complex else torch.float32) * 1.25).to(dtype)
-    b[17:400] = a[17:400]
-    found = compare(a, b)
-    agrees(found, plainly(a, b))
-    assert found.relative == pytest.approx(found.distance / found.norm)
-    assert found.elements == 1009
-
-
 @pytest.mark.parametrize("dtype", [each for each in DTYPES if name_of(each) not in QUANTIZED], ids=name_of)
 def test_one_element_of_every_dtype(dtype):
     a, b = noise(dtype, 50), noise(dtype, 50)
@@ -85,13 +72,11 @@ def test_one_element_of_every_dtype(dtype):
     assert (found.relative is None) == (not found.measured)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float64, torch.bfloat16)], ids=str)
-def test_in_threads(monkeypatch, threads, dtypes):
+def test_in_threads(monkeypatch, dtypes):
     a, b = (noise(dtype, 1000 + n, 3)[:999].contiguous() for n, dtype in enumerate(dtypes))
     expected, before = measure(raw(a), raw(b), dtypes), torch.get_num_threads()
     monkeypatch.setattr(difference, "SLICE_ELEMENTS", 64)
-    monkeypatch.setattr("os.cpu_count", lambda: threads)
     with measuring_threads() as pool:
         assert torch.get_num_threads() == 1
         agrees(measure(raw(a), raw(b), dtypes, pool), vars(expected))
@@ -142,8 +127,7 @@ def test_between_two_dtypes_values_count():
     assert (found.changed, found.largest) == (1, 2**-10)
     assert compare(torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0, 4.0])).changed == 1
     assert compare(torch.tensor([1.0, 2.0]), torch.tensor([1 + 0j, 2 + 1j])).largest == 1
-    assert not comparable(torch.int4, torch.float32)
-    assert comparable(torch.int4, torch.int4)
+    assert not has_values(torch.int4)
 
 
 @settings(max_examples=60, deadline=None)
