@@ -100,16 +100,10 @@ def probe_loader(
     data: Sequence[Path] = (),
     note: Callable[[str], None] = lambda text: None,
 ) -> Probed:
-    """Measure a loader with several numbers of workers.
+    """Measure a loader, whose `source` is called in the process of the probe, with several numbers of workers.
 
-    Args:
-        source: Imports the function that makes the loader. Called in the process of the probe.
-        workers: The numbers; None: 0, 1, 2, 4 ... up to the CPUs of this process.
-        seconds: For each of the two passes with each number of workers.
-        timeout_seconds: How long the next batch, or the import, may take.
-        data: Files and directories of the data, to be taken out of the page cache; without: the files that are open.
-        note: Called with what is being done.
-
+    `workers`: None means 0, 1, 2, 4 ... up to the CPUs. `seconds`: of each pass. `timeout_seconds`: for the next batch,
+    and for the import. `data`: files and directories to take out of the page cache; empty: the files that are open.
     Raises: CkptmanError, if nothing was measured; else the error is the `problem` of the result.
     """
     found = Probed()
@@ -146,7 +140,7 @@ class _Probe:
         self._pipe, self._seconds, self._data = pipe, seconds, data
         self._found, self._files = Probed(), set[str]()
         self._told_at = 0.0
-        self._doing, self._taken = "", 0
+        self._doing, self._workers, self._taken = "", 0, 0
 
     def run(self, source: Callable[[], LoaderSource], workers: Sequence[int] | None) -> None:
         try:
@@ -172,7 +166,7 @@ class _Probe:
             return source.make(workers)
 
         for workers in numbers:
-            self._doing, self._taken = f"{source.name} with {_workers(workers)}", 0
+            self._doing, self._workers, self._taken = f"{source.name} with {_workers(workers)}", workers, 0
             try:
                 loader = make()
             except ValueError as error:
@@ -299,14 +293,16 @@ class _Probe:
         if self._taken:
             where += f" after {self._taken} batch{'es' if self._taken != 1 else ''}"
         text = " ".join(str(error).split())
-        # A worker that dies while it hands a batch over cuts the connection.
         is_death = "DataLoader worker" in text and ("is killed" in text or "exited unexpectedly" in text)
-        if is_death or (self._taken and isinstance(error, ConnectionError | EOFError)):
+        # A worker that dies while it hands a batch over cuts the connection.
+        if is_death or (self._workers and isinstance(error, ConnectionError | EOFError)):
             remedy = "out of memory? Ask for more, or use fewer workers: each holds a copy of what it changes"
             if "Bus error" in text or "shared memory" in text:
                 remedy = "/dev/shm is full: batches of workers come through it; make it larger, or use fewer workers"
             return CkptmanError(f"{where}: a worker died ({text.split('. ')[0].rstrip('.')}): {remedy}")
-        return CkptmanError(f"{where} raised {describe(error)}: correct the dataset, or leave that sample out")
+        return CkptmanError(
+            f"{where} raised {describe(error)}: correct the dataset, or the function that makes the loader"
+        )
 
 
 def weigh(batch: object, batch_size: int | None = None) -> tuple[int, int]:
@@ -324,7 +320,8 @@ def weigh(batch: object, batch_size: int | None = None) -> tuple[int, int]:
 
 def _arrays(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
     """Find tensors and arrays in lists, tuples, mappings, dataclasses and other objects, each once."""
-    if isinstance(value, str | bytes | int | float | type | None) or id(value) in seen or depth > _MOST_DEPTH:
+    is_leaf = isinstance(value, str | bytes | int | float | None) or callable(value)
+    if is_leaf or id(value) in seen or depth > _MOST_DEPTH:
         return
     seen.add(id(value))
     if isinstance(getattr(value, "nbytes", None), int) and hasattr(value, "shape"):

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import ckptman.data.resumable_loader  # noqa: F401 so that no process of a probe takes seconds to import it
-from ckptman.data.loader_source import LoaderSource, find_function, parse_source
+from ckptman.data.loader_source import LoaderSource, find_function
 from ckptman.data.probe import probe_loader, usual_workers, weigh
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError
 
@@ -151,7 +151,7 @@ X = torch.zeros(6, 10)  # 240 bytes
     ("batch", "batch_size", "samples", "size"),
     [
         ([X, torch.zeros(6)], 6, 6, 264),
-        ({"text": ["a"] * 6, "ids": X}, 6, 6, 240),
+        ({"text": ["a"] * 6, "ids": X, "call": Plain}, 6, 6, 240),
         (UserDict(input_ids=X, attention_mask=X.clone()), None, 6, 480),
         (Record(X), None, 6, 240),
         (Pair(X, [X, None, "text"]), None, 6, 240),
@@ -181,11 +181,16 @@ def fail():
     raise KeyError("no such sample")
 
 
+def disconnect():
+    raise ConnectionError("gone")
+
+
 @pytest.mark.parametrize(
     ("what", "workers", "complaint"),
     [
         (fail, 0, r"0 workers after 8 batches raised KeyError: 'no such sample' \(test_probe.py:\d+\): correct"),
         (fail, 1, r"1 worker after 8 batches raised KeyError: 'no such sample' \(test_probe.py:\d+\): correct"),
+        (disconnect, 0, r"0 workers after 8 batches raised ConnectionError: gone"),
         (die, 0, r"0 workers.*: the process of the loader was killed by SIGKILL"),
         (die, 1, r"it with 1 worker after \d batches: a worker died \(.*\): out of memory\?"),
         (lambda: os._exit(0), 0, r"the process of the loader ended with no result"),
@@ -233,21 +238,15 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    files = {
-        "good_train": "class Data:\n    @staticmethod\n    def make(): return [1]\n"
-        "def make_loader(): return [2]\nnumber = 3",
-        "json": "def make(): return [4]",
-        "broken": "x = 1\nx / 0",
-        "program": "import sys\nsys.exit(2)",
-        "lacking": "import no_such_package.part",
-        "relative": "from . import other",
-    }
-    for name, text in files.items():
-        (tmp_path / f"{name}.py").write_text(text)
     return tmp_path
 
 
+GOOD = "class Data:\n    make = lambda: [1]\ndef make_loader(): return [2]\nnumber = 3"
+
+
 def test_modules_and_files_are_found(folder):
+    (folder / "good_train.py").write_text(GOOD)
+    (folder / "json.py").write_text("def make(): return [4]")
     assert find_function("good_train:make_loader")() == [2]
     assert find_function("good_train.py:make_loader")() == [2]
     assert find_function(f"{folder}/good_train.py:Data.make")() == [1]
@@ -256,22 +255,22 @@ def test_modules_and_files_are_found(folder):
 
 
 @pytest.mark.parametrize(
-    ("source", "kind", "complaint"),
+    ("text", "source", "kind", "complaint"),
     [
-        ("good-train:make", ConfigError, "MODULE:FUNCTION, such as train:make_loader or train.py:make_loader, not"),
-        ("good_trian:make", ConfigError, "no module good_trian .* did you mean good_train"),
-        ("good_trian.py:make", NotFoundError, "no file good_trian.py: did you mean good_train.py"),
-        ("good_train:make_laoder", ConfigError, "good_train has no make_laoder: did you mean make_loader"),
-        ("good_train:zzz", ConfigError, "good_train has no zzz: it has Data, make_loader"),
-        ("good_train:number", ConfigError, "good_train:number is of type int, not a function"),
-        ("broken:x", CkptmanError, r"broken cannot be imported: ZeroDivisionError: division by zero \(broken.py:2\)"),
-        ("program.py:x", CkptmanError, r"program.py ends itself when it is imported \(exit code 2\): put"),
-        ("lacking:x", CkptmanError, "lacking cannot be imported: ModuleNotFoundError.*; install no_such_package"),
-        ("relative.py:x", CkptmanError, "part of a package: name it as package.module:function"),
+        (GOOD, "its-train:make", ConfigError, "MODULE:FUNCTION, such as train:make_loader or train.py:make_loader"),
+        (GOOD, "its_trian:make", ConfigError, "no module its_trian .* did you mean its_train"),
+        (GOOD, "its_trian.py:make", NotFoundError, "no file its_trian.py: did you mean its_train.py"),
+        (GOOD, "its_train:make_laoder", ConfigError, "its_train has no make_laoder: did you mean make_loader"),
+        (GOOD, "its_train:zzz", ConfigError, "its_train has no zzz: it has Data, make_loader"),
+        (GOOD, "its_train:number", ConfigError, "its_train:number is of type int, not a function"),
+        ("1\n1 / 0", "its_train:x", CkptmanError, r"cannot be imported: ZeroDivisionError: .* \(its_train.py:2\)"),
+        ("exit(2)", "its_train.py:x", CkptmanError, r"ends itself when it is imported \(exit code 2\): put"),
+        ("import no_such.part", "its_train:x", CkptmanError, "cannot be imported: ModuleNotFound.*; install no_such"),
+        ("from . import x", "its_train.py:x", CkptmanError, "part of a package: name it as package.module:function"),
     ],
 )
-def test_a_function_that_is_not_there_or_cannot_be_imported(folder, source, kind, complaint):
+def test_a_function_that_is_not_there_or_cannot_be_imported(folder, text, source, kind, complaint):
+    (folder / "its_train.py").write_text(text)
     with pytest.raises(kind, match=complaint) as caught:
-        parse_source(source)
         find_function(source)
     assert "\n" not in str(caught.value)
