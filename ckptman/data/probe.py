@@ -300,9 +300,7 @@ class _Probe:
             if "Bus error" in text or "shared memory" in text:
                 remedy = "/dev/shm is full: batches of workers come through it; make it larger, or use fewer workers"
             return CkptmanError(f"{where}: a worker died ({text.split('. ')[0].rstrip('.')}): {remedy}")
-        return CkptmanError(
-            f"{where} raised {describe(error)}: correct the dataset, or the function that makes the loader"
-        )
+        return CkptmanError(f"{where} raised {describe(error)}: correct the dataset, or what makes the loader")
 
 
 def weigh(batch: object, batch_size: int | None = None) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -377,6 +378,16 @@ def test_bytes_that_changed_on_disk_are_seen_if_they_are_read(tmp_path, diff):
     assert diff(a, b) == 0, "the digests are those of the save"
     assert diff.data["unread_tensors"] == 2
     assert diff(a, b, "--read") == 4
+
+
+def test_a_compressed_checkpoint_is_not_read(tmp_path, diff):
+    path = save(tmp_path / "a", tensors(), "dcp")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["stream.zstd"]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert diff(path, path, "--read") == 4
+    assert "compressed" in diff.error
 
 
 # ---- choosing and showing --------------------------------------------------------------------------------------------

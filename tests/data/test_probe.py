@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import ckptman.data.resumable_loader  # noqa: F401 so that no process of a probe takes seconds to import it
 from ckptman.data.loader_source import LoaderSource, find_function
@@ -38,6 +38,11 @@ class Tokens(Dataset):
         with self.path.open("rb") as file:
             file.seek(index * SAMPLE)
             return torch.frombuffer(bytearray(file.read(SAMPLE)), dtype=torch.uint8)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.zeros(64))
 
 
 @pytest.fixture
@@ -86,6 +91,13 @@ def test_an_endless_generator_is_left_after_its_time_and_made_again():
     assert (only.workers, only.cold.is_whole, only.warm.is_whole) == (0, False, False)
     assert only.warm.taken == only.cold.taken
     assert only.cold.bytes == 128 * only.cold.batches
+    [only] = measured(lambda: iter([torch.zeros(2)] * 9)).measurements
+    assert only.cold.taken == only.warm.taken == 9
+
+
+def test_each_worker_gives_two_batches_by_the_clock():
+    [only] = measured(making(range(400)), workers=[1], seconds=1e-9).measurements
+    assert (only.cold.taken, only.cold.batches, only.warm.batches) == (3, 2, 2)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -95,7 +107,7 @@ def test_files_that_are_open_or_mapped_are_dropped(path, workers):
             return 64
 
         def __getitem__(self, index):
-            self.mapped = np.memmap(path, "u1", "r")  # in the worker
+            self.mapped = torch.from_file(str(path), shared=True, size=64, dtype=torch.uint8)  # in the worker
             return self.mapped[index]
 
     assert measured(making(Held()), workers=[workers]).dropped_files == 1
@@ -104,6 +116,8 @@ def test_files_that_are_open_or_mapped_are_dropped(path, workers):
 def test_workers_are_those_that_the_loader_has(path):
     found = measured(lambda: Tokens(path), workers=[1])
     assert [(each.workers, each.cold.samples) for each in found.measurements] == [(1, 64)], "two batches of 32"
+    assert isinstance(LoaderSource("it", lambda: Tokens(path)).make(0).sampler, RandomSampler)
+    assert measured(Stream, workers=[0]).measurements[0].cold.taken == 2
     found = measured(lambda num_workers: DataLoader(Tokens(path), 4, num_workers=1), workers=[2, 1])
     assert [each.workers for each in found.measurements] == [1]
     assert found.notes == ["it was asked for 2 workers, and made 1."]

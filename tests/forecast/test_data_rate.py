@@ -12,6 +12,7 @@ from ckptman.forecast.data_rate import Need, judge
         (Need(2.5, 1, 8), [(4, 12), (16, 60)], "enough", 16, 2, "num_workers=2 in each of the 8 ranks"),
         (Need(5, 4), [(1, 12), (2, 22)], "tight", 2, 2, "needs 20 batches/s (5 steps/s x 4 batches)"),
         (Need(10), [(0, 1), (1, 2), (2, 4)], "starves", 2, 2, "about 6 workers would do"),
+        (Need(1), [(0, 1.2), (1, 0.9)], "starves", 1, 1, "but 1 worker gives 0.9 batches/s"),
         (Need(100), [(1, 2), (2, 4)], "starves", 2, 2, "60 workers would do if each gave as much, more than there"),
         # Without workers a step waits for its batch: faster than the need is not enough.
         (Need(1), [(0, 100)], "enough", 0, 0, "1 % of each step"),
