@@ -110,17 +110,9 @@ def verify(
 
     reports: list[VerifyReport] = []
     entries, others = _wanted(path, step, every)
-    for other in others:
-        if not other.is_dcp and (sizes or shape is not None):
-            raise ConfigError(
-                f"{other.path} is a checkpoint of {other.writer}, which ckptman does not load: leave out --world-size "
-                f"and --mesh to check its files"
-            )
-    known = () if plan_only else checks.neighbours(entries, every)
     for entry in entries:
         with held(entry.path, what="verify"):
             report = checks.check_bytes(entry, wishes)
-            checks.check_worth(report, entry, known)
             judge(report)
             checks.remember(report, entry)
             say(remark_lines(report))

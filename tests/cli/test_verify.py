@@ -447,16 +447,6 @@ def test_a_folder_that_cannot_be_written_is_verified_all_the_same(tmp_path, monk
     assert "  remark: that it is damaged, and no longer verified, could not be noted: " in capsys.readouterr().out
 
 
-def test_parameters_that_stood_still_are_a_remark(tmp_path, capsys):
-    commit(tmp_path, 100, rows=8192)
-    commit(tmp_path, 200, rows=8192)
-    _change(commit(tmp_path, 300, rows=8192), 300)
-    assert main(["verify", str(tmp_path), "--all"]) == 0
-    told = "  remark: its parameters are those of step 100, bit for bit (such as model.weight), although the step is "
-    remarks = [line.startswith(told) for line in capsys.readouterr().out.splitlines() if line.startswith("  remark")]
-    assert remarks == [True]
-
-
 # ---- meanwhile -------------------------------------------------------------------------------------------------------
 
 

@@ -99,16 +99,20 @@ class SavedState:
             index = read_index(folder, manifest, ranks=None if rank is None else _own(manifest, rank))
             return cls(folder, index, open_table(folder, manifest, index), manifest, _values_of(index, folder))
         if (folder / METADATA).exists():
-            metadata = read_foreign_metadata(folder / METADATA)
-            index, table = _index_of(folder, metadata)
-            saved = cls(folder, index, table, None, described=metadata)
-            saved.values = _foreign_values(saved, metadata)
-            return saved
+            return cls.by_metadata(folder, read_foreign_metadata(folder / METADATA))
         if (other := recognize(folder)) is not None:
             other.refuse()
         raise NotFoundError(
             f"{folder} is no checkpoint: it has neither {MANIFEST} nor {METADATA}. Name the folder of one step"
         )
+
+    @classmethod
+    def by_metadata(cls, folder: Path, metadata: Metadata) -> SavedState:
+        """Return a checkpoint as `.metadata` alone describes it. Raises: CorruptError (it contradicts itself)."""
+        index, table = _index_of(folder, metadata)
+        saved = cls(folder, index, table, None, described=metadata)
+        saved.values = _foreign_values(saved, metadata)
+        return saved
 
     def refuse_transformed(self) -> None:
         """Refuse what plain DCP transformed after torch.save, such as by compression. Raises: CorruptError."""
@@ -249,24 +253,30 @@ class SavedState:
     @cached_property
     def metadata(self) -> Metadata:
         """Return what DCP plans with. It grows with the number of chunks: ckptman itself plans without it."""
-        described: dict[str, Any] = {}
-        places: dict[MetadataIndex, Any] = {}
-        for name, record in self.index.tensors.items():
-            chunks = list(self.all_chunks(name))
-            boxes = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in chunks]
-            properties = TensorProperties(dtype=self.dtype(name))
-            described[name] = TensorStorageMetadata(properties, torch.Size(record.shape), boxes)
-            for each in chunks:
-                places[MetadataIndex(name, each.offsets)] = StorageInfo(each.file, each.offset, each.bytes)
+        metadata = self.describe(self.index.tensors)
+        described = metadata.state_dict_metadata
         for name, at in self.index.objects.items():
             described[name] = BytesStorageMetadata()
-            places[MetadataIndex(name)] = StorageInfo(at.file, at.offset, at.bytes)
+            metadata.storage_data[MetadataIndex(name)] = StorageInfo(at.file, at.offset, at.bytes)
         paths = dict(paths_in(self.values, (TensorRef, Lazy)))
         if self.manifest is not None and not described.keys() <= paths.keys():
             # What has no plain form is no part of the values; torch's own description knows where it is in the state.
             paths = dict(self.written_metadata().planner_data or {})
-        paths = {name: paths.get(name, (name,)) for name in described}
-        return Metadata(state_dict_metadata=described, planner_data=paths, storage_data=places)
+        metadata.planner_data = {name: paths.get(name, (name,)) for name in described}
+        return metadata
+
+    def describe(self, names: Iterable[str]) -> Metadata:
+        """Return some tensors of the chunk table as DCP describes them."""
+        described: dict[str, Any] = {}
+        places: dict[MetadataIndex, Any] = {}
+        for name in names:
+            chunks = list(self.all_chunks(name))
+            boxes = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in chunks]
+            properties = TensorProperties(dtype=self.dtype(name))
+            described[name] = TensorStorageMetadata(properties, torch.Size(self.tensor(name).shape), boxes)
+            for each in chunks:
+                places[MetadataIndex(name, each.offsets)] = StorageInfo(each.file, each.offset, each.bytes)
+        return Metadata(state_dict_metadata=described, storage_data=places)
 
     def written_metadata(self) -> Metadata:
         """Return `.metadata` as it was written, by ckptman or by plain DCP. Raises: CorruptError."""

@@ -24,7 +24,7 @@ from ckptman.storage.format.paths import CHUNKS, INDEX, METADATA, digests_name, 
 from ckptman.storage.format.value_codec import TensorRef, encode, tensor_ref
 from ckptman.storage.io.checksums import BLOCK_BYTES, BlockDigester, digest_bytes
 from ckptman.storage.io.safe_open import open_regular, read_regular
-from ckptman.tools.verify.chunk_files import Saved, Tensors
+from ckptman.tools.verify.witness import Witness
 
 _READ_BYTES = 4 * 1024 * 1024
 _THREADS = 2
@@ -78,7 +78,7 @@ def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
     numbers = {name: number for number, name in enumerate(data_names)}
     tensors = [(name, record.dtype, record.shape) for name, record in saved.index.tensors.items()]
     saved.check(saved.index.tensors)
-    containers = Tensors(saved)
+    witness = Witness(saved, None)
     entries: list[list[tuple[int, tuple[int, ...], tuple[int, ...], Placed]]] = [[] for _ in data_names]
     for number, (name, dtype, _) in enumerate(tensors):
         for chunk in saved.all_chunks(name):
@@ -89,7 +89,7 @@ def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
             if payload is None:
                 # Only torch.load can tell whether it is what the description says, as it is of a transposed tensor.
                 try:
-                    containers.torch_load(Saved(name, saved.tensor(name).shape, saved.dtype(name)), chunk)
+                    witness.container(chunk.file, chunk.offset, chunk.bytes).load(saved.dtype(name), chunk.sizes)
                 except CorruptError as error:
                     raise CorruptError(f"{saved.folder}: {name}: {error}; bring it back from a copy") from error
             if payload is None or elements is None or chunk.bytes - elements > FRAME_BYTES:

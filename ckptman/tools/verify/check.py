@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
+from ckptman.storage.format.paths import METADATA
 from ckptman.tools.verify import verify_process
 from ckptman.tools.verify.reports import LoadReport, PlanReport, VerifyReport
 
@@ -63,35 +65,41 @@ def check_bytes(entry: Entry, wishes: Wishes) -> VerifyReport:
         _check_files(report, manifest, wishes)
         if not report.unread:
             _check_coverage(report, manifest, wishes)
+    if entry.nonfinite and report.is_checked:
+        report.remarks.append(f"NaN or infinity in {entry.nonfinite}, as it was saved")
     see_whether_it_stayed(report)
     return report
 
 
 def check_foreign(found: ForeignCheckpoint, wishes: Wishes) -> VerifyReport:
-    """Check what another program wrote, as far as it describes itself. Needs torch."""
+    """Check what plain DCP or torchtitan wrote, as far as it describes itself; needs torch. Nothing else is read."""
     from ckptman.storage.io.file_scan import default_threads
-    from ckptman.tools.verify import foreign_check, foreign_files
+    from ckptman.tools.verify.foreign_check import check_foreign as check_dcp
 
     report = VerifyReport(None, found.path, written_by=found.writer, mesh=wishes.mesh)
+    if not found.is_dcp:
+        report.gone = f"it is a checkpoint of {found.writer}, which ckptman cannot check: load it with {found.writer}"
+        return report
     begun, threads = time.perf_counter(), wishes.threads or default_threads()
     with _noted_in(report):
         total, _ = found.size_and_time()
         with wishes.progress(str(found.path), total) as done:
-            if found.is_dcp:
-                told = foreign_check.check_foreign(found.path, threads, done, open_containers=not wishes.plan_only)
-                if not wishes.plan_only:
-                    foreign_files.check_beside(found, told, threads, done)
-            else:
-                told = foreign_files.check_files(found, threads, done)
+            told = check_dcp(found.path, threads, done, open_containers=not wishes.plan_only)
         report.seconds = time.perf_counter() - begun
         report.files, report.bytes, report.tensors = told.files, told.bytes, told.tensors
         report.problems, report.unread, report.checked_bytes = told.problems, told.unread, told.checked_bytes
         report.remarks = [f"not proved: {remark}" for remark in told.remarks]
-        if report.is_checked and found.is_dcp:
+        if others := [str(each.relative_to(found.path)) for each in found.files() if not _is_of_dcp(each, found.path)]:
+            report.remarks.append(f"not proved: {_few(others)}, which DCP does not read")
+        if report.is_checked:
             report.levels.append("coverage")
             if not wishes.plan_only:
                 _check_pickles(report, wishes)
     return report
+
+
+def _is_of_dcp(path: Path, folder: Path) -> bool:
+    return path.parent == folder and (path.name == METADATA or path.suffix == ".distcp")
 
 
 @contextmanager
@@ -149,43 +157,6 @@ def _plan(report: VerifyReport, wishes: Wishes) -> Iterator[PlanReport]:
     for plan in verify_process.plan_on(report.path, *wanted):
         report.plans.append(plan)
         yield plan
-
-
-def check_worth(report: VerifyReport, entry: Entry, known: Sequence[Entry]) -> None:
-    """Remark on a checkpoint that is not finite, or whose parameters are all those of the commit before it."""
-    from ckptman.storage.integrity.repeated_content import stale_parameters
-
-    if entry.nonfinite and report.is_checked:
-        report.remarks.append(f"NaN or infinity in {entry.nonfinite}, as it was saved")
-    earlier = [each for each in known if each.complete and each.sequence < entry.sequence]
-    if not earlier or not report.is_checked:
-        return
-    before = max(earlier, key=lambda each: each.sequence)
-    try:
-        names = stale_parameters(entry.path, entry.require_manifest(), before.path, before.require_manifest())
-    except (CkptmanError, OSError):  # the one before is damaged, or gone: that is for its own report
-        return
-    if names:
-        report.remarks.append(
-            f"its parameters are those of step {before.step}, bit for bit (such as {', '.join(names[:NAMES_TOLD])}), "
-            f"although the step is another: is it a copy that is saved, which training does not update?"
-        )
-
-
-def neighbours(entries: Sequence[Entry], every: bool) -> Sequence[Entry]:
-    """Return the entries among which the commit before one is looked for: those of its root."""
-    from ckptman.storage.catalog.catalog import Catalog
-    from ckptman.storage.format.paths import parse_step
-
-    if every or not entries:
-        return entries
-    folder = entries[0].path.resolve()
-    if parse_step(folder.name) is None:
-        return ()
-    try:
-        return Catalog(folder.parent).complete()
-    except (CkptmanError, OSError):
-        return ()
 
 
 def remember(report: VerifyReport, entry: Entry) -> None:

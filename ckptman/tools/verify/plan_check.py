@@ -14,18 +14,20 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptman.engine.loading.checkpoint_reader import SavedState, size_of
+from ckptman.errors import CorruptError
 from ckptman.storage.format.chunk_table import Chunks, Ints
 from ckptman.tools.verify import reports
-from ckptman.tools.verify.chunk_files import Saved, Tensors
-from ckptman.tools.verify.container_check import Containers, frame_if_any
 from ckptman.tools.verify.plan_ranges import Overlaps, Readers, Reads, bytes_of, copies_of, overlaps, readers_of
 from ckptman.tools.verify.reports import PlanReport
+from ckptman.tools.verify.saved_tensors import Saved
+from ckptman.tools.verify.witness import Witness, frame_if_any
 
 RANGES_AT_A_TIME = 2_000_000
 """Ranges, and rows of the chunk table, that are in memory at a time: some 200 MB."""
@@ -127,9 +129,15 @@ class _Plan:
             if len(chunks):
                 seen.append((saved, len(seen) * 7919 % len(chunks)))
         step = max(1, len(seen) // CONTAINERS)
-        containers = Containers(Tensors(self._state))
+        witness = Witness(self._state, None)
         for saved, row in [*odd[:CONTAINERS], *seen[::step][:CONTAINERS]]:
-            yield from containers.problems(saved, [row])
+            (chunk,) = islice(self._state.all_chunks(saved.name), row, row + 1)
+            try:
+                why = witness.misplaced(saved.dtype, chunk, self._state.payload(saved.name, chunk))
+            except (CorruptError, OSError) as error:
+                why = str(error).partition("\n")[0]
+            if why:
+                yield f"{saved.name}: chunk {row} {why}"
         unsure = len(odd) if self._state.manifest is not None else total
         if unsure > CONTAINERS:
             self._unproved.append(

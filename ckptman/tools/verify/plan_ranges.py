@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ckptman.engine.loading.exchange import BAND_BYTES, MEMBERS, SHARED_BYTES
 from ckptman.storage.format.chunk_table import Chunks, Ints
 from ckptman.storage.io.checked_reader import GAP_BYTES
-from ckptman.tools.verify.chunk_files import Saved, rows_of
+from ckptman.tools.verify.saved_tensors import Saved, rows_of
 
 
 class Readers(NamedTuple):

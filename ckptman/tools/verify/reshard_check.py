@@ -2,9 +2,8 @@
 
 `main` runs in a process of its own, because ranks are forked from it. Called by `ckptman verify --world-size`.
 
-What is loaded goes the way of a restore: DTensors on a mesh, the chunk table, ranges of bytes, replicas that read once
-and send each other the rest. What it is compared with does not: see `independent_compare`. Digests are not checked
-here.
+What is loaded goes the way of a restore: DTensors on a mesh, the chunk table, ranges of bytes with their digests,
+replicas that read once and send each other the rest. It is compared with what another reader finds: see `witness`.
 
 Where the ranks do not fit into memory together, or are too many for this machine, they load in waves: a few processes
 take the place of one rank after the other. Then each rank's own part is proved as before. Not proved is what takes all
@@ -26,26 +25,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ckptman._torch_compat import make_dtensor
+from ckptman._torch_compat import local_tensor, make_dtensor
 from ckptman.engine.comm.control_group import Channel, RankFailed
 from ckptman.engine.loading.checkpoint_reader import SavedState, resolve
 from ckptman.engine.loading.exchange import read_together
 from ckptman.engine.loading.read_tensors import fills_for_all, read_fills
+from ckptman.engine.state.file_layout import as_bytes
 from ckptman.engine.state.local_shards import QUANTIZED
 from ckptman.errors import CkptmanError, RankLostError
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.storage.io.threads import THREADS_ENV, cores, io_threads
 from ckptman.tools.verify import reports
-from ckptman.tools.verify.chunk_files import Saved, Tensors
-from ckptman.tools.verify.container_check import Containers
-from ckptman.tools.verify.independent_compare import IndependentCompare, LoadedRows
 from ckptman.tools.verify.pickle_check import allow
-from ckptman.tools.verify.placement_check import check_placement
 from ckptman.tools.verify.rank_processes import Done, Tell, run_forked
 from ckptman.tools.verify.reports import LoadReport
+from ckptman.tools.verify.saved_tensors import Saved, saved_tensors
+from ckptman.tools.verify.witness import Witness, contradictions
 
 BATCH_BYTES = 16 * 1024 * 1024
 """A rank holds this much of its shards at a time, or one shard that is larger: a checkpoint may exceed the memory."""
@@ -60,16 +60,12 @@ _ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class RankJob:
-    """What each rank has to do. `silence_seconds`: how long one step may take.
-
-    `containers`: also check that each container holds what the chunk table says, which does not depend on the world
-    size.
-    """
+    """What each rank has to do. `metadata`: what `witness` goes by. `silence_seconds`: how long one step may take."""
 
     state: SavedState
+    metadata: Metadata | None
     batches: list[list[Saved]]
     layout: tuple[int, ...]
-    containers: bool
     threads: int
     silence_seconds: float
 
@@ -95,30 +91,18 @@ def check(
     tensors = saved_tensors(state)
     left_out = [saved.name for saved in tensors if saved.dtype in QUANTIZED]
     tensors = [saved for saved in tensors if saved.dtype not in QUANTIZED]
-    misplaced, unseen = check_placement(state)
-    for number, world_size in enumerate(world_sizes):
+    contradicted, unseen, metadata = contradictions(state)
+    for world_size in world_sizes:
         begun = time.monotonic()
         layout = reports.layout_for(world_size, mesh)
-        found = _check_on(state, tensors, layout, number == 0, silence_seconds, done)
+        found = _check_on(state, metadata, tensors, layout, silence_seconds, done)
         yield replace(
             found,
-            problems=reports.shown([*misplaced, *found.problems]),
+            problems=reports.shown([*contradicted, *found.problems]),
             left_out=left_out,
             notes=[*unseen, *found.notes],
             seconds=time.monotonic() - begun,
         )
-
-
-def saved_tensors(state: SavedState) -> list[Saved]:
-    """Return all tensors, in the order of their place on disk."""
-    found = []
-    state.check(state.index.tensors)
-    for name, record in state.index.tensors.items():
-        chunks = state.table.chunks(name)
-        first = int(chunks.file.min()) if len(chunks) else 0
-        offset = int(chunks.offset[chunks.file == first].min()) if len(chunks) else 0
-        found.append((first, offset, Saved(name, record.shape, state.dtype(name))))
-    return [saved for _, _, saved in sorted(found, key=lambda each: each[:2])]
 
 
 def _largest_whole_bytes(state: SavedState, tensors: Sequence[Saved]) -> int:
@@ -142,9 +126,9 @@ def processes_for(world_size: int, shard_bytes: int, free_bytes: int, cores: int
 
 def _check_on(
     state: SavedState,
+    metadata: Metadata | None,
     tensors: Sequence[Saved],
     layout: tuple[int, ...],
-    containers: bool,
     silence_seconds: float,
     done: Done | None,
 ) -> LoadReport:
@@ -157,7 +141,7 @@ def _check_on(
         need = f"each rank needs {shard_bytes + PROCESS_BYTES:,} bytes of memory, and {free_bytes:,} are free"
         return LoadReport(world_size, not_tried=f"{need}: take more ranks, or a machine with more memory")
     processes = processes_for(world_size, shard_bytes, free_bytes, free_cores)
-    job = RankJob(state, batches, layout, containers, max(1, free_cores // processes), silence_seconds)
+    job = RankJob(state, metadata, batches, layout, max(1, free_cores // processes), silence_seconds)
     # Without replicas no rank needs what another one reads: a restore would only compare notes.
     joined = len(layout) > 1 and layout[0] > 1
     work = partial(check_rank, job)
@@ -178,8 +162,7 @@ def check_rank(job: RankJob, rank: int, tell: Tell) -> list[str]:
     channel = Channel(2 * job.silence_seconds + 60) if dist.is_initialized() else None
     ranks = torch.arange(math.prod(job.layout), device="cpu").view(job.layout)
     mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
-    on_disk = Tensors(job.state)
-    compare, containers = IndependentCompare(on_disk, job.threads), Containers(on_disk)
+    witness = Witness(job.state, job.metadata)
     arena = _arena(max((_place(batch, job.layout[-1])[1] for batch in job.batches), default=0))
     problems: list[str] = []
     torch.set_grad_enabled(False)
@@ -189,11 +172,7 @@ def check_rank(job: RankJob, rank: int, tell: Tell) -> list[str]:
         lost = _load(job.state, targets, channel)
         tell(f"{batch[0].name}, loaded", (number + 0.5) / len(job.batches))
         problems += [f"{name}: {why}" for name, why in lost.items() if why]
-        shards = [target.shard for name, target in targets.items() if name not in lost]
-        problems += compare.problems(shards)
-        for saved, first, last, _ in shards if job.containers else ():
-            rows = containers.begin_in(saved, first, last, with_empty=rank == 0)
-            problems += containers.problems(saved, rows)
+        problems += witness.problems({name: target for name, target in targets.items() if name not in lost})
     if rank == 0:
         tell("plain values", 1.0)
         for name, value in job.state.values.items():
@@ -213,19 +192,12 @@ def _arena(size_bytes: int) -> torch.Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
 
-@dataclass(frozen=True)
-class _Target:
-    """A tensor as a rank loads it, and the bytes of its part: rows [first, last) as `torch.chunk` cuts them."""
-
-    tensor: torch.Tensor
-    shard: LoadedRows
-
-
-def _targets(batch: Sequence[Saved], mesh: DeviceMesh, arena: torch.Tensor) -> dict[str, _Target]:
+def _targets(batch: Sequence[Saved], mesh: DeviceMesh, arena: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return tensors as a rank loads them, each with its rows as `torch.chunk` cuts them."""
     shards, coordinate = mesh.shape[-1], mesh.get_coordinate()
     assert coordinate is not None
     placements: tuple[Placement, ...] = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for saved, start in zip(batch, _place(batch, shards)[0]):
         first, last = _rows(saved, coordinate[-1], shards)
         end = start + (last - first) * saved.row_bytes
@@ -237,17 +209,17 @@ def _targets(batch: Sequence[Saved], mesh: DeviceMesh, arena: torch.Tensor) -> d
         if saved.shape:
             stride = tuple(math.prod(max(size, 1) for size in saved.shape[dim:]) for dim in range(1, 1 + len(shape)))
             local = make_dtensor(local, mesh, placements, torch.Size(saved.shape), stride, saved.dtype)
-        found[saved.name] = _Target(local, LoadedRows(saved, first, last, arena[start:end].numpy()))
+        found[saved.name] = local
     return found
 
 
-def _load(state: SavedState, targets: Mapping[str, _Target], channel: Channel | None) -> dict[str, str]:
+def _load(state: SavedState, targets: Mapping[str, torch.Tensor], channel: Channel | None) -> dict[str, str]:
     """Fill the targets as a restore does. Return the names that failed, with the reason, "" if another rank gives
     it."""
     for target in targets.values():
-        target.shard.data.fill(POISON)
+        as_bytes(local_tensor(target) if isinstance(target, DTensor) else target).fill_(POISON)
     try:
-        _read_into(state, {name: target.tensor for name, target in targets.items()}, channel)
+        _read_into(state, targets, channel)
     except RankLostError:
         raise
     except Exception as error:  # noqa: BLE001 whatever it is, it is found again and named below
@@ -264,11 +236,10 @@ def _load(state: SavedState, targets: Mapping[str, _Target], channel: Channel | 
 
 
 def _read_into(state: SavedState, tensors: Mapping[str, torch.Tensor], channel: Channel | None) -> None:
-    # The digests of all files were checked by `ckptman verify` before; here they would be checked once per rank.
     if channel is not None:
-        read_together(channel, state, tensors, verify=False)
+        read_together(channel, state, tensors, verify=True)
     else:
-        read_fills(state, fills_for_all(state, tensors), verify=False)
+        read_fills(state, fills_for_all(state, tensors))
 
 
 def _reason(error: Exception, channel: Channel | None) -> str:

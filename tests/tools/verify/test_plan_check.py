@@ -19,9 +19,9 @@ from ckptman.storage.format.manifest import read_manifest
 from ckptman.storage.format.paths import CHUNKS, INDEX
 from ckptman.storage.integrity.folder_check import check_coverage
 from ckptman.tools.verify import plan_check, plan_ranges
-from ckptman.tools.verify.chunk_files import Saved
 from ckptman.tools.verify.plan_check import plan
 from ckptman.tools.verify.reports import PlanReport
+from ckptman.tools.verify.saved_tensors import Saved
 from ckptman.tools.verify.verify_process import plan_on
 from tests.engine.dcp.test_values import save
 from tests.helpers.ranks import alone

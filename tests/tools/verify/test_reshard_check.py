@@ -4,8 +4,6 @@ import functools
 import math
 import multiprocessing
 import os
-import re
-import shutil
 import signal
 import time
 
@@ -19,17 +17,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ckptman
 from ckptman.engine.loading import exchange as sharing
 from ckptman.engine.loading import read_tensors as reading
-from ckptman.engine.loading.checkpoint_reader import SavedState
 from ckptman.errors import ConfigError
-from ckptman.storage.io.checksums import BLOCK_BYTES
 from ckptman.tools.verify import rank_processes
 from ckptman.tools.verify import reshard_check as module
-from ckptman.tools.verify.chunk_files import Saved
 from ckptman.tools.verify.rank_processes import run_forked
 from ckptman.tools.verify.reports import layout_for, shown, text_of, world_sizes_with
 from ckptman.tools.verify.reshard_check import check, processes_for
-from tests.faults.regions import flip
-from tests.helpers.ranks import RankError, alone, run_ranks
+from ckptman.tools.verify.saved_tensors import Saved
+from tests.helpers.ranks import alone, run_ranks
 
 
 def _save(folder):
@@ -229,7 +224,6 @@ def one_element_wrong(patch):
 WRONG_PLANS = (rows_swapped, row_dropped, neighbour_read, nothing_read)
 WRONG_EXCHANGES = (nothing_received, too_little_sent)
 DEATHS = {rank_killed: "SIGKILL (out of memory?)", rank_gone: "exit code 3", rank_hung: "was silent for 3 s"}
-OTHERS = (one_element_wrong, read_refused)
 
 
 def _harmed(folder, harms, layouts, waves):
@@ -248,34 +242,20 @@ def _harmed(folder, harms, layouts, waves):
     return found
 
 
-TOGETHER = {(2,): [1], (2, 2): [1, 3]}
-"""Layouts, and the ranks that have wrong values where the last one reads them: it sends them to its replica."""
-
-
-@pytest.fixture(scope="module", params=["ours", "plain"])
-def together(request, saved):
-    return alone(_harmed, saved / request.param, [*WRONG_PLANS, *OTHERS], list(TOGETHER), False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("harm", WRONG_PLANS)
-@pytest.mark.parametrize("layout", TOGETHER)
-def test_a_wrong_plan_is_found(harm, layout, together):
-    problems = together[harm.__name__, layout]
-    assert len(problems) == len(TOGETHER[layout])
-    for rank, problem in zip(TOGETHER[layout], problems):
-        assert problem.startswith(f"rank {rank} of {TOGETHER[layout][-1] + 1}: sharded: rows ")
-        assert problem.endswith(" elements")
-
-
-@pytest.mark.parametrize("layout", TOGETHER)
-def test_what_cannot_be_read_and_each_wrong_element_are_named(layout, together):
-    last = TOGETHER[layout][-1]
-    (problem,) = together["one_element_wrong", layout]
-    assert problem.startswith(f"rank {last} of {last + 1}: all: rows 5 to 8 differ from what is in __")
+@pytest.mark.parametrize(("name", "layout"), [("ours", (2, 2)), ("plain", (2,))])
+def test_what_is_wrong_is_named_with_rank_tensor_and_rows(saved, name, layout):
+    """With replicas, what one rank reads wrongly it also sends to the other."""
+    found = alone(_harmed, saved / name, [*WRONG_PLANS, one_element_wrong, read_refused], [layout], False)
+    ranks = math.prod(layout)
+    for harm in WRONG_PLANS:
+        for rank, problem in zip([1, 3] if ranks == 4 else [1], found[harm.__name__, layout], strict=True):
+            assert problem.startswith(f"rank {rank} of {ranks}: sharded: rows ")
+            assert problem.endswith(" elements")
+    (problem,) = found["one_element_wrong", layout]
+    assert problem.startswith(f"rank {ranks - 1} of {ranks}: all: rows 5 to 8 differ from what is in __")
     assert problem.endswith(": 1 of 4400 elements")
     why = "sharded: it does not load: ValueError: this one is refused"
-    assert together["read_refused", layout] == [f"rank {last} of {last + 1}: {why}"]
+    assert found["read_refused", layout] == [f"rank {ranks - 1} of {ranks}: {why}"]
 
 
 def test_a_wrong_plan_is_found_in_waves(saved):
@@ -312,53 +292,6 @@ def _children_left(folder):
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
-def _with_saved(change, folder):
-    """What is found by a check that reads something else of a checkpoint than what is there."""
-
-    class Changed(SavedState):
-        @classmethod
-        def read(cls, folder, rank=None):
-            state = super().read(folder, rank)
-            change(state)
-            return state
-
-    module.SavedState = Changed
-    (report,) = module.check(folder, [1])
-    return report.problems
-
-
-def _late_payload(state):
-    state.table.chunks("sharded")
-    state.table._rows = state.table._rows[0 : len(state.table._rows)].copy()
-    state.table._rows[state.index.tensors["sharded"].start + 3] += 4
-    state.table._last = None
-
-
-def test_a_container_that_is_not_where_the_table_says_is_found(saved):
-    """The table places the payload of a tensor four bytes late: both ways of reading go by it, torch does not."""
-    (problem,) = alone(_with_saved, _late_payload, saved / "ours")
-    said = (
-        r"rank 0 of 1: sharded: chunk 0 has its payload at byte (\d+) of __\d_0.distcp by the chunk table, and at byte "
-    )
-    late, right = map(int, re.fullmatch(said + r"(\d+) by its container", problem).groups())
-    assert late == right + 4
-
-
-def _swapped(state):
-    records = state.index.tensors
-    records["x.a"], records["x.b"] = records["x.b"], records["x.a"]
-
-
-def test_a_record_that_was_taken_for_another_is_found(tmp_path):
-    """Both ways of reading go by the index; plain DCP goes by `.metadata`, and would load something else."""
-    ckptman.save({"x": {"a": torch.zeros(8, 4), "b": torch.ones(8, 4)}}, tmp_path / "x")
-    problems = alone(_with_saved, _swapped, tmp_path / "x")
-    assert [problem.partition(", bytes")[0] for problem in problems] == [
-        "x.a at [0, 0]: .metadata looks for it in __0_0.distcp",
-        "x.b at [0, 0]: .metadata looks for it in __0_0.distcp",
-    ]
-
-
 def test_memory_is_that_of_the_largest_shard_or_a_batch():
     tensors = [Saved(str(rows), (rows, 256), torch.float32) for rows in (1, 70_000, 8, 300_000, 5)]
     tensors.append(Saved("scalar", (), torch.float32))
@@ -367,22 +300,6 @@ def test_memory_is_that_of_the_largest_shard_or_a_batch():
     held = [module._place(batch, 2)[1] for batch in batches]
     assert max(held) == 300_000 * 256 * 4 // 2
     assert sum(each > module.BATCH_BYTES for each in held) == 2
-
-
-def test_bytes_that_changed_on_disk_are_not_what_was_saved(saved, tmp_path):
-    """What is compared with is not only what the disk says now, which is what was loaded."""
-    shutil.copytree(saved / "ours", tmp_path / "ours")
-    name, middle = alone(_middle_of, saved / "ours", "a.tall")
-    flip(tmp_path / "ours" / name, middle, 0)
-    ((_, problems, _),) = alone(_check, tmp_path / "ours", [2])
-    changed = f"{name} has changed at byte {middle // BLOCK_BYTES * BLOCK_BYTES}"
-    assert problems == [f"rank 1 of 2: a.tall: rows 40000 to 79999 are not what was saved: {changed}"]
-
-
-def _middle_of(folder, name):
-    """A byte in a block that lies in the second half of a tensor: its file and place."""
-    (chunk,) = SavedState.read(folder).all_chunks(name)
-    return chunk.file, (chunk.payload + chunk.bytes // 2) // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES + 7
 
 
 @pytest.mark.parametrize(
@@ -425,11 +342,6 @@ def test_layouts():
         with pytest.raises(ConfigError, match="such as 2x4"):
             world_sizes_with([1], mesh)
     assert shown(list("abcd"), 2) == ["a", "b", "and 2 more"]
-
-
-def test_a_test_alone_fails_with_its_traceback():
-    with pytest.raises(RankError, match="such as 2x4"):
-        alone(world_sizes_with, [1], (0, 0))
 
 
 @pytest.mark.slow
