@@ -133,11 +133,10 @@ class _Plan:
         for saved, row in [*odd[:CONTAINERS], *seen[::step][:CONTAINERS]]:
             (chunk,) = islice(self._state.all_chunks(saved.name), row, row + 1)
             try:
-                why = witness.misplaced(saved.dtype, chunk, self._state.payload(saved.name, chunk))
+                if why := witness.misplaced(saved.dtype, chunk, self._state.payload(saved.name, chunk)):
+                    yield f"{saved.name}: chunk {row} {why}"
             except (CorruptError, OSError) as error:
-                why = str(error).partition("\n")[0]
-            if why:
-                yield f"{saved.name}: chunk {row} {why}"
+                yield f"{saved.name}: {str(error).partition(chr(10))[0]}"
         unsure = len(odd) if self._state.manifest is not None else total
         if unsure > CONTAINERS:
             self._unproved.append(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ckptman._torch_compat import local_tensor, read_zip
@@ -141,7 +141,9 @@ class Witness:
     def _differences(self, name: str, tensor: torch.Tensor) -> Iterator[str]:
         metadata = self._metadata or self._state.describe((name,))
         local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        described: Any = metadata.state_dict_metadata[name]
+        described = metadata.state_dict_metadata.get(name)
+        if not isinstance(described, TensorStorageMetadata):
+            return  # `contradictions` tells
         found = 0
         for item in create_default_local_load_plan({name: tensor}, metadata).items:
             here = local
