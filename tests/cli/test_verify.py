@@ -19,7 +19,7 @@ from ckptman.storage.catalog import catalog as catalogue
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.format.index import Index
 from ckptman.storage.format.manifest import FileRecord, read_manifest
-from ckptman.storage.format.paths import CHUNKS, INDEX
+from ckptman.storage.format.paths import INDEX
 from ckptman.storage.io import file_reader
 from ckptman.storage.io.checksums import digest_bytes
 from ckptman.storage.io.durable_files import Disk
@@ -281,27 +281,18 @@ def test_a_newest_one_that_does_not_count_is_not_passed_over(tmp_path, harm, end
     assert main(["verify", str(tmp_path), "--all"]) == 4
 
 
-def test_one_that_cannot_be_read_keeps_nobody_from_looking_at_the_others(tmp_path, monkeypatch, capsys, ends):
-
+def test_one_that_cannot_be_read_keeps_nobody_from_looking_at_the_others(tmp_path, monkeypatch, ends):
     for step in (10, 20, 30):
         commit(tmp_path, step)
     for reader in ("read_manifest", "read_facts"):
         _forbid(monkeypatch, catalogue, reader, "step-0000000020")
-    told = ends(0, "list", tmp_path).out
-    assert "does not count: it cannot be read (Permission denied)" in told
-    assert "2 complete checkpoints" in told
     told = ends(10, "verify", tmp_path, "--all").out
     assert "step 20: not proved" in told
     assert "step-0000000020 cannot be read (Permission denied): check its permissions" in told
     assert told.count(": good, ") == 2
-    assert main(["verify", str(tmp_path), "--step", "10"]) == 0
-    assert main(["verify", str(tmp_path)]) == 10  # it may be the newest
-    for arguments in (["--step", "20"], []):  # who acts on what is the newest has to know
-        assert main(["show", str(tmp_path), *arguments]) == 10
-    assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 10
-    ends(10, "diff", tmp_path)
-    assert main(["diff", str(tmp_path), "--steps", "10,30"]) != 10
-    assert "cannot be read" not in capsys.readouterr().err
+    ends(0, "verify", tmp_path, "--step", "10")
+    for verb in (["verify"], ["show"], ["show", "--step", "20"], ["prune", "--keep-last", "1"], ["diff"]):
+        ends(10, verb[0], tmp_path, *verb[1:])  # it may be the newest: who acts on that has to know
     assert len(list(tmp_path.glob("step-*"))) == 3
 
 
@@ -345,39 +336,22 @@ def _with_half_of_a_tensor(index):
     return index.model_copy(update={"tensors": {"model.weight": half}}).to_json()
 
 
-def _with_another_dtype(index):
-    wide = index.tensors["model.weight"].model_copy(update={"dtype": "float64"})
-    return index.model_copy(update={"tensors": {"model.weight": wide}}).to_json()
-
-
 def _with_an_object_elsewhere(index):
     away = {"model.0": {"file": "../../etc/passwd", "offset": 0, "bytes": 16}}
     return json.dumps({**index.model_dump(), "objects": away}).encode()
-
-
-def _with_a_file_elsewhere(index):
-    return index.model_copy(update={"files": ["__0_0.distcp", "../../etc/passwd"]}).to_json()
 
 
 @pytest.mark.parametrize(
     ("lie", "told"),
     [
         (_with_half_of_a_tensor, "  model.weight [8, 4]: element [4, 0] was saved 0 times, not once"),
-        (_with_another_dtype, "model.weight: chunk 0 of 2 has a payload that does not fit its container"),
         (_with_an_object_elsewhere, "which the manifest does not name"),
-        (_with_a_file_elsewhere, "lies outside of its file"),
     ],
 )
 def test_an_index_that_lies_is_damage_though_every_byte_is_right(lie, told, tmp_path, ends):
     entry = commit(tmp_path, 100)
     _rewrite(entry, INDEX, lie(Index.model_validate_json((entry.path / INDEX).read_bytes())))
     assert told in ends(4, "verify", tmp_path).out
-
-
-def test_a_chunk_table_that_is_cut_is_damage(tmp_path, ends):
-    entry = commit(tmp_path, 100)
-    _rewrite(entry, CHUNKS, (entry.path / CHUNKS).read_bytes()[:-8])
-    assert "model.weight: its rows (2 from number 0) are not in the table" in ends(4, "verify", tmp_path).out
 
 
 def test_names_from_a_checkpoint_reach_the_terminal_escaped(tmp_path, ends):
@@ -425,11 +399,6 @@ def test_what_was_found_damaged_is_listed_and_counts_for_nothing(tmp_path, ends)
     assert "the newest is of step 20. 1 does not count." in told
     assert "verified" not in told
     assert re.search(r"verified +-\n +damaged +__0_0.distcp does not match its digest", ends(0, "show", tmp_path).out)
-    (tmp_path / "step-0000000040").mkdir()
-    told = ends(0, "prune", tmp_path, "--keep-last", "1").out
-    assert re.search(r"ignore +step 30 .*it does not count: damaged: __0_0.distcp does not match", told)
-    assert re.search(r"ignore +step 40 +- +it does not count: it has no manifest.json", told)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-00000000{step}" for step in (20, 30, 40)]
 
 
 def test_a_folder_that_cannot_be_written_is_verified_all_the_same(tmp_path, monkeypatch, capsys, ends):

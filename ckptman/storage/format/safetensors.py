@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from ckptman.errors import ConfigError
 from ckptman.storage.format.chunk_table import item_bytes
@@ -137,42 +136,6 @@ def lay_out(tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int]]:
         )
     head = len(text).to_bytes(8, "little") + text
     return head, {name: len(head) + place for name, place in places.items()}
-
-
-def problem_of(path: Path) -> str | None:
-    """Return what is wrong with the header of a file, by whoever wrote it, or with its size; None where nothing is.
-
-    The elements have no checksum, and are not read. Raises: CorruptError (no regular file), OSError.
-    """
-    fd = open_regular(path)
-    try:
-        size = os.fstat(fd).st_size
-        length = int.from_bytes(os.pread(fd, 8, 0), "little")
-        if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
-            return f"it has {size} bytes and no header of safetensors: it was cut short, or is something else"
-        header = json.loads(os.pread(fd, length, 8))
-        places = sorted(_place(name, each) for name, each in header.items() if name != _RESERVED)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"its header cannot be read: {error}"
-    finally:
-        os.close(fd)
-    end = 0
-    for begin, after, name in places:
-        if begin != end:
-            return f"the elements of {name} begin at byte {begin} of all elements, and those before end at {end}"
-        end = after
-    held = size - 8 - length
-    return None if end == held else f"it has {held} bytes of elements, and its header tells of {end}"
-
-
-def _place(name: str, described: Any) -> tuple[int, int, str]:
-    """Return where the elements of a tensor begin and end. Raises: ValueError, KeyError, TypeError."""
-    begin, end = described["data_offsets"]
-    torch_name = next((ours for ours, theirs in DTYPES.items() if theirs == described["dtype"]), "")
-    expected = prod(described["shape"]) * (item_bytes(torch_name) or 0)
-    if expected and end - begin != expected:
-        raise ValueError(f"{name} has {expected} bytes by its shape, and {end - begin} by its place")
-    return begin, end, name
 
 
 def index_json(files: Mapping[str, Sequence[Tensor]]) -> bytes:

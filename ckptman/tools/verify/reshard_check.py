@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ckptman._torch_compat import local_tensor, make_dtensor
+from ckptman._torch_compat import make_dtensor
 from ckptman.engine.comm.control_group import Channel, RankFailed
 from ckptman.engine.loading.checkpoint_reader import SavedState, resolve
 from ckptman.engine.loading.exchange import read_together
@@ -55,7 +54,6 @@ TOGETHER = 16
 """The most ranks that are processes of their own at a time, on a machine with no more than half as many cores."""
 POISON = 0xA5
 """What a tensor is filled with before it is loaded, so that a part nobody wrote is found."""
-_ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def _check_on(
 ) -> LoadReport:
     world_size, free_cores = math.prod(layout), cores()
     batches = list(_batches(tensors, layout[-1]))
-    shard_bytes = max((_place(batch, layout[-1])[1] for batch in batches), default=0)
+    shard_bytes = max((sum(saved.shard_bytes(layout[-1]) for saved in batch) for batch in batches), default=0)
     shard_bytes += 2 * _largest_whole_bytes(state, tensors)
     free_bytes = available_bytes()
     if shard_bytes + PROCESS_BYTES > free_bytes:
@@ -163,11 +161,12 @@ def check_rank(job: RankJob, rank: int, tell: Tell) -> list[str]:
     ranks = torch.arange(math.prod(job.layout), device="cpu").view(job.layout)
     mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
     witness = Witness(job.state, job.metadata)
-    arena = _arena(max((_place(batch, job.layout[-1])[1] for batch in job.batches), default=0))
     problems: list[str] = []
+    targets: dict[str, torch.Tensor] = {}
     torch.set_grad_enabled(False)
     for number, batch in enumerate(job.batches):
-        targets = _targets(batch, mesh, arena)
+        targets.clear()  # one batch is in memory at a time
+        targets = _targets(batch, mesh)
         tell(batch[0].name, number / len(job.batches))
         lost = _load(job.state, targets, channel)
         tell(f"{batch[0].name}, loaded", (number + 0.5) / len(job.batches))
@@ -183,31 +182,18 @@ def check_rank(job: RankJob, rank: int, tell: Tell) -> list[str]:
     return reports.shown(problems)
 
 
-@lru_cache(maxsize=1)
-def _arena(size_bytes: int) -> torch.Tensor:
-    """Return the memory that one batch of shards after the other is loaded into: fresh memory is slower by far.
-
-    All ranks that a process takes the place of share it.
-    """
-    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-
-
-def _targets(batch: Sequence[Saved], mesh: DeviceMesh, arena: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return tensors as a rank loads them, each with its rows as `torch.chunk` cuts them."""
-    shards, coordinate = mesh.shape[-1], mesh.get_coordinate()
-    assert coordinate is not None
+def _targets(batch: Sequence[Saved], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Return tensors as a rank loads them, each with its rows as `torch.chunk` cuts them, filled with `POISON`."""
     placements: tuple[Placement, ...] = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+    number = (mesh.get_coordinate() or [0])[-1]
     found: dict[str, torch.Tensor] = {}
-    for saved, start in zip(batch, _place(batch, shards)[0]):
-        first, last = _rows(saved, coordinate[-1], shards)
-        end = start + (last - first) * saved.row_bytes
-        shape = (last - first, *saved.shape[1:]) if saved.shape else ()
-        if end > start:
-            local = arena[start:end].view(saved.dtype).view(shape)
-        else:
-            local = torch.empty(shape, dtype=saved.dtype, device="cpu")
+    for saved in batch:
+        share = saved.shard_rows(mesh.shape[-1])
+        rows = min((number + 1) * share, saved.rows) - min(number * share, saved.rows)
+        local = torch.empty((rows, *saved.shape[1:]) if saved.shape else (), dtype=saved.dtype, device="cpu")
+        as_bytes(local).fill_(POISON)
         if saved.shape:
-            stride = tuple(math.prod(max(size, 1) for size in saved.shape[dim:]) for dim in range(1, 1 + len(shape)))
+            stride = tuple(math.prod(max(size, 1) for size in saved.shape[dim:]) for dim in range(1, 1 + local.dim()))
             local = make_dtensor(local, mesh, placements, torch.Size(saved.shape), stride, saved.dtype)
         found[saved.name] = local
     return found
@@ -216,8 +202,6 @@ def _targets(batch: Sequence[Saved], mesh: DeviceMesh, arena: torch.Tensor) -> d
 def _load(state: SavedState, targets: Mapping[str, torch.Tensor], channel: Channel | None) -> dict[str, str]:
     """Fill the targets as a restore does. Return the names that failed, with the reason, "" if another rank gives
     it."""
-    for target in targets.values():
-        as_bytes(local_tensor(target) if isinstance(target, DTensor) else target).fill_(POISON)
     try:
         _read_into(state, targets, channel)
     except RankLostError:
@@ -255,29 +239,12 @@ def _reason(error: Exception, channel: Channel | None) -> str:
     return f"{type(cause).__name__}: {first_line[:300]}"
 
 
-def _rows(saved: Saved, number: int, shards: int) -> tuple[int, int]:
-    """Return the rows of one shard; a tensor without dimensions is whole in each."""
-    if not saved.shape:
-        return 0, 1
-    share = saved.shard_rows(shards)
-    return min(number * share, saved.rows), min((number + 1) * share, saved.rows)
-
-
-def _place(batch: Sequence[Saved], shards: int) -> tuple[list[int], int]:
-    """Return where in the arena the shards of a batch begin, the same on all ranks, and where the last one ends."""
-    starts, end = [], 0
-    for saved in batch:
-        starts.append(end)
-        end += -(-saved.shard_rows(shards) * saved.row_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-    return starts, end
-
-
 def _batches(tensors: Iterable[Saved], shards: int) -> Iterator[list[Saved]]:
     """Yield tensors that are loaded together, the same on all ranks."""
     batch: list[Saved] = []
     held_bytes = 0
     for saved in tensors:
-        share = saved.shard_rows(shards) * saved.row_bytes
+        share = saved.shard_bytes(shards)
         if batch and held_bytes + share > BATCH_BYTES:
             yield batch
             batch, held_bytes = [], 0

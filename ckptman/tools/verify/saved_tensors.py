@@ -33,6 +33,10 @@ class Saved:
         """Rows of a full shard, as `torch.chunk` cuts them. A tensor without dimensions is whole in each."""
         return -(-self.rows // shards)
 
+    def shard_bytes(self, shards: int) -> int:
+        """Bytes of a full shard."""
+        return self.shard_rows(shards) * self.row_bytes
+
 
 def saved_tensors(state: SavedState) -> list[Saved]:
     """Return all tensors, in the order of their place on disk. Raises: CorruptError."""

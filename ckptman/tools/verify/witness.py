@@ -71,12 +71,11 @@ class Container:
     def load(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor as `torch.load` reads it, contiguous. Raises: CorruptError (another one), OSError."""
         tensor = load_plain(io.BytesIO(self.read(self._offset, self._size).numpy().tobytes()), self._where)
-        found = (tensor.dtype, tuple(tensor.shape)) if isinstance(tensor, torch.Tensor) else None
-        if found is None:
+        if not isinstance(tensor, torch.Tensor):
             raise CorruptError(f"{self._where} holds no tensor")
-        if found != (dtype, shape):
-            raise CorruptError(f"{self._where} holds {found[0]} {list(found[1])} instead of {dtype} {list(shape)}")
-        assert isinstance(tensor, torch.Tensor)
+        if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise CorruptError(f"{self._where} holds {found} instead of {dtype} {list(shape)}")
         return tensor.resolve_conj().resolve_neg().contiguous()
 
     def elements(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Callable[[int, int], torch.Tensor]:
@@ -150,6 +149,7 @@ class Witness:
             for dim, (begin, size) in enumerate(zip(item.dest_offsets, item.lengths)):
                 here = here.narrow(dim, begin, size)
             found += here.numel()
+            assert item.storage_index.index is not None
             chunk = described.chunks[item.storage_index.index]
             place: Any = metadata.storage_data[item.storage_index]
             elements = self.container(place.relative_path, place.offset, place.length).elements(

@@ -88,13 +88,6 @@ def test_one_data_file_that_changes_is_enough_and_what_lies_beside_is_not(tmp_pa
     assert names_in(tmp_path) == ["out", "saved"]
 
 
-def test_a_link_that_leads_nowhere_hides_no_change(tmp_path):
-    save_plain(1, tmp_path / "saved")
-    (tmp_path / "saved" / "loop").symlink_to("loop")
-    with pytest.raises(ckptman.NotFoundError, match=r".metadata was written to"):
-        export(tmp_path / "saved", tmp_path / "out", begin=halfway(lambda: save_plain(2, tmp_path / "saved")))
-
-
 def test_a_data_file_that_could_not_be_listed_did_not_change_for_that(tmp_path):
     data = tmp_path / "saved" / "data" / "__0_0.distcp"
     save_plain(1, tmp_path / "saved")

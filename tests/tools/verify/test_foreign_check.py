@@ -114,16 +114,6 @@ def _load(folder):
     return state
 
 
-def test_changed_elements_of_all_tensors_are_damage(folder):
-    names = list(SavedState.read(folder).index.tensors)
-    for name in names:
-        path, _, payload = _place(folder, name)
-        flip(path, payload, 0)
-    problems = check_foreign(folder).problems
-    assert len(problems) == len(names)
-    assert all("does not match its checksum" in problem for problem in problems)
-
-
 @pytest.fixture
 def bare(tmp_path):
     """A checkpoint for which torch was told to write no checksums."""
@@ -203,28 +193,14 @@ def test_only_what_the_disk_cannot_read_is_damage(code, damaged, folder, monkeyp
     assert found.checked_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [
-        (lambda path, offset, size: path.unlink(), "__0_0.distcp is missing"),
-        (lambda path, offset, size: os.truncate(path, offset + 1000), "lies outside of its file"),
-        (
-            lambda path, offset, size: os.truncate(path, offset) or os.truncate(path, size),
-            "the container of model.weight",
-        ),
-    ],
-)
-def test_files_that_are_not_what_they_were_are_damage(harm, said, folder):
+def test_a_file_that_is_missing_or_full_of_zeros_is_damage(folder):
     path, offset, _ = _place(folder, "model.weight")
-    harm(path, offset, path.stat().st_size)
-    assert any(said in problem for problem in check_foreign(folder).problems)
-
-
-def test_metadata_that_cannot_be_read_is_damage(folder, capsys):
-    (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    assert main(["verify", str(folder)]) == 4
-    assert "asks for" in capsys.readouterr().out
-    assert not Path("ran").exists()
+    size = path.stat().st_size
+    os.truncate(path, offset)
+    os.truncate(path, size)
+    assert any("the container of model.weight" in problem for problem in check_foreign(folder).problems)
+    path.unlink()
+    assert "__0_0.distcp is missing" in check_foreign(folder).problems
 
 
 def test_one_that_may_not_be_read_is_not_proved(folder, monkeypatch, capsys):

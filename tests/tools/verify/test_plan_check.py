@@ -1,6 +1,5 @@
 """Plans without ranks: they say what a load would read, and find every table that cannot be planned with."""
 
-import json
 import shutil
 
 import numpy as np
@@ -20,9 +19,7 @@ from ckptman.storage.format.paths import CHUNKS, INDEX
 from ckptman.storage.integrity.folder_check import check_coverage
 from ckptman.tools.verify import plan_check, plan_ranges
 from ckptman.tools.verify.plan_check import plan
-from ckptman.tools.verify.reports import PlanReport
 from ckptman.tools.verify.saved_tensors import Saved
-from ckptman.tools.verify.verify_process import plan_on
 from tests.engine.dcp.test_values import save
 from tests.helpers.ranks import alone
 from tests.helpers.simulated import reseal, simulate
@@ -223,14 +220,6 @@ def test_of_plain_dcp_it_is_said_what_is_not_known(tmp_path):
     assert report.problems == []
     (unproved,) = report.unproved
     assert unproved.startswith("where the elements of 149 of 149 saved chunks begin: ")
-
-
-def test_the_command_line_gets_reports(simulated):
-    reports = list(plan_on(simulated, [1, 4], None, (2, 3)))
-    found = [(each.world_size, each.problems, each.load_seconds) for each in reports]
-    assert found == [(1, [], None), (4, [], None), (6, [], None)]
-    assert isinstance(reports[0], PlanReport)
-    assert json.dumps(reports[0].__dict__)
 
 
 def _shares(layout, most):

@@ -297,7 +297,7 @@ def test_memory_is_that_of_the_largest_shard_or_a_batch():
     tensors.append(Saved("scalar", (), torch.float32))
     batches = list(module._batches(tensors, 2))
     assert [saved for batch in batches for saved in batch] == tensors
-    held = [module._place(batch, 2)[1] for batch in batches]
+    held = [sum(saved.shard_bytes(2) for saved in batch) for batch in batches]
     assert max(held) == 300_000 * 256 * 4 // 2
     assert sum(each > module.BATCH_BYTES for each in held) == 2
 
