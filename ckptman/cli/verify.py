@@ -99,13 +99,12 @@ def verify(
             console.say(*lines)
 
     def judge(report: VerifyReport) -> None:
-        """Print the result of the bytes, and go on with how it loads."""
+        """Print what was found of the bytes, then check how it loads, and print that."""
         say(byte_lines(report))
-        if report.is_checked:
-            for found in checks.check_fit(report, wishes):
-                say(fit_lines(report, found))
-            if report.gone is not None:
-                say([f"  {console.plain(report.gone)}"])
+        was_checked = report.is_checked
+        checks.check_fit(report, wishes)
+        if was_checked:
+            say(fit_lines(report))
         reports.append(report)
 
     reports: list[VerifyReport] = []

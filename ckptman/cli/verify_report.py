@@ -6,22 +6,21 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ckptman.cli import console
-from ckptman.errors import CkptmanError
 
 if TYPE_CHECKING:
-    from ckptman.tools.verify.reports import LoadReport, PlanReport, VerifyReport
+    from ckptman.tools.verify.reports import VerifyReport
 
 PROBLEMS_SHOWN = 40
 """Lines about one checkpoint: a screen. `--json` has all of them."""
 
 
 def byte_lines(report: VerifyReport) -> list[str]:
-    """Return the result of the bytes of a checkpoint, with what a load would refuse and what could not be tried."""
+    """Return the result of the bytes of a checkpoint, with what a load would refuse."""
     lines = _verdict(report)
     if report.refused:
         lines += [f"  {console.paint('does not load', 'red')}", *_told(report.refused, "    ")]
         lines.append("    --allow module.Class proves it for a script that allows it")
-    return lines + not_tried_lines(report.not_tried)
+    return lines
 
 
 def _verdict(report: VerifyReport) -> list[str]:
@@ -45,41 +44,30 @@ def _verdict(report: VerifyReport) -> list[str]:
     return [f"{name}: {held}, of the right sizes; {tensors}, all complete"]
 
 
-def fit_lines(report: VerifyReport, found: LoadReport | PlanReport | CkptmanError | str) -> list[str]:
-    """Return one result of `check_fit`."""
-    from ckptman.tools.verify.reports import LoadReport
-
-    if isinstance(found, str):
-        return not_tried_lines([found])
-    if isinstance(found, CkptmanError):
-        return [f"  {console.paint('damaged', 'red')}: {console.plain(found)}"]
-    return load_lines(report, found) if isinstance(found, LoadReport) else plan_lines(report, found)
-
-
-def load_lines(report: VerifyReport, found: LoadReport) -> list[str]:
-    """Return the result of loading on a number of processes."""
-    on = console.count(found.world_size, "process", "processes") + _layout(report, found.world_size)
-    if found.problems:
-        return [f"  on {on}: {console.paint('does not load', 'red')}", *_told(found.problems, "    ")]
-    but = f", but for {console.count(len(found.left_out), 'tensor')}" if found.left_out else ""
-    return [f"  on {on}: loads, bit for bit what {'was saved' if report.digests else 'is on disk'}{but}"]
-
-
-def not_tried_lines(whys: Sequence[str]) -> list[str]:
-    """Return what could not be tried."""
-    return _told(whys, f"  {console.paint('not proved', 'yellow')}: ")
-
-
-def plan_lines(report: VerifyReport, plan: PlanReport) -> list[str]:
-    """Return the result of planning a load onto a number of ranks."""
-    on = console.count(plan.world_size, "rank") + _layout(report, plan.world_size)
-    if plan.problems:
-        return [f"  on {on}: {console.paint('cannot be planned', 'red')}", *_told(plan.problems, "    ")]
-    files = console.count(plan.files_per_rank_max, "file")
-    each = f"at most {console.size(plan.bytes_per_rank_max)} from {files} a rank"
-    expected = "" if plan.load_seconds is None else f"; a load takes about {plan.load_seconds:.2g} s"
-    lines = [f"  on {on}: can be planned; {console.size(plan.bytes_total)} in all, {each}{expected}"]
-    return [*lines, *_told(plan.unproved, "    not proved: ")]
+def fit_lines(report: VerifyReport) -> list[str]:
+    """Return how a checkpoint loads whose bytes were found to be right, and what could not be tried."""
+    if report.gone is not None:
+        return [f"  {console.plain(report.gone)}"]
+    lines: list[str] = []
+    for found in report.loads.values():
+        on = console.count(found.world_size, "process", "processes") + _layout(report, found.world_size)
+        if found.problems:
+            lines += [f"  on {on}: {console.paint('does not load', 'red')}", *_told(found.problems, "    ")]
+            continue
+        but = f", but for {console.count(len(found.left_out), 'tensor')}" if found.left_out else ""
+        lines.append(f"  on {on}: loads, bit for bit what {'was saved' if report.digests else 'is on disk'}{but}")
+    for plan in report.plans:
+        on = console.count(plan.world_size, "rank") + _layout(report, plan.world_size)
+        if plan.problems:
+            lines += [f"  on {on}: {console.paint('cannot be planned', 'red')}", *_told(plan.problems, "    ")]
+            continue
+        files = console.count(plan.files_per_rank_max, "file")
+        each = f"at most {console.size(plan.bytes_per_rank_max)} from {files} a rank"
+        expected = "" if plan.load_seconds is None else f"; a load takes about {plan.load_seconds:.2g} s"
+        lines.append(f"  on {on}: can be planned; {console.size(plan.bytes_total)} in all, {each}{expected}")
+        lines += _told(plan.unproved, "    not proved: ")
+    lines += _told(report.problems, f"  {console.paint('damaged', 'red')}: ")
+    return lines + _told(report.not_tried, f"  {console.paint('not proved', 'yellow')}: ")
 
 
 def remark_lines(report: VerifyReport) -> list[str]:

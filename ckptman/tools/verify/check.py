@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
 from ckptman.storage.format.paths import METADATA
 from ckptman.tools.verify import verify_process
-from ckptman.tools.verify.reports import LoadReport, PlanReport, VerifyReport
+from ckptman.tools.verify.reports import LoadReport, VerifyReport
 
 if TYPE_CHECKING:
     from ckptman.storage.catalog.catalog import Entry
@@ -115,48 +115,36 @@ def _noted_in(report: VerifyReport) -> Iterator[None]:
         report.unread.append(f"{error.filename or report.path} cannot be read: {error.strerror or error}")
 
 
-def check_fit(report: VerifyReport, wishes: Wishes) -> Iterator[LoadReport | PlanReport | CkptmanError | str]:
-    """Load it, or plan to, on each world size that is asked for. Yield the result of each: that of a load or a plan,
-    what could not be tried, or the damage that was found."""
-    if not wishes.world_sizes and wishes.mesh is None:
+def check_fit(report: VerifyReport, wishes: Wishes) -> None:
+    """Load it, or plan to, on each world size that is asked for."""
+    if not report.is_checked or not (wishes.world_sizes or wishes.mesh is not None):
         return
     try:
-        for found in _plan(report, wishes) if wishes.plan_only else _load(report, wishes):
-            if report.problems_of_fit:
-                see_whether_it_stayed(report)
-            if report.gone is not None:
-                return
-            yield found
+        if wishes.plan_only:
+            wanted = (wishes.world_sizes, wishes.bandwidth, wishes.mesh, wishes.rank_bandwidth)
+            for plan in verify_process.plan_on(report.path, *wanted):
+                report.plans.append(plan)
+        else:
+            with wishes.progress(f"loading {report.name}", None) as done:
+                for found in verify_process.load_on(report.path, wishes.world_sizes, wishes.mesh, done, wishes.allow):
+                    _note_load(report, found)
     except CorruptError as error:
         report.problems.append(str(error))
-        yield error
     except (CkptmanError, OSError) as error:
         report.not_tried.append(f"that it loads: {error}")
-        yield report.not_tried[-1]
     see_whether_it_stayed(report)
 
 
-def _load(report: VerifyReport, wishes: Wishes) -> Iterator[LoadReport | str]:
-    with wishes.progress(f"loading {report.name}", None) as done:
-        for found in verify_process.load_on(report.path, wishes.world_sizes, wishes.mesh, done, wishes.allow):
-            on = f"{found.world_size:,} process{'es' if found.world_size > 1 else ''}"
-            report.remarks += [f"on {on} not proved: {note}" for note in found.notes]
-            if found.left_out:
-                names = _few(found.left_out)
-                report.remarks.append(f"on {on} not proved: {names} load, as quantized tensors cannot be sharded")
-            if found.not_tried:
-                report.not_tried.append(f"that it loads on {on}: {found.not_tried}")
-                yield report.not_tried[-1]
-                continue
-            report.loads[found.world_size] = found
-            yield found
-
-
-def _plan(report: VerifyReport, wishes: Wishes) -> Iterator[PlanReport]:
-    wanted = (wishes.world_sizes, wishes.bandwidth, wishes.mesh, wishes.rank_bandwidth)
-    for plan in verify_process.plan_on(report.path, *wanted):
-        report.plans.append(plan)
-        yield plan
+def _note_load(report: VerifyReport, found: LoadReport) -> None:
+    on = f"{found.world_size:,} process{'es' if found.world_size > 1 else ''}"
+    report.remarks += [f"on {on} not proved: {note}" for note in found.notes]
+    if found.left_out:
+        names = _few(found.left_out)
+        report.remarks.append(f"on {on} not proved: {names} load, as quantized tensors cannot be sharded")
+    if found.not_tried:
+        report.not_tried.append(f"that it loads on {on}: {found.not_tried}")
+    else:
+        report.loads[found.world_size] = found
 
 
 def remember(report: VerifyReport, entry: Entry) -> None:

@@ -57,12 +57,12 @@ def verify(
     wishes = check.Wishes(world_sizes=list(world_sizes), allow=tuple(allow), threads=threads)
     if (other := recognize(folder)) is not None:
         report = check.check_foreign(other, wishes)
-        _finish(report, wishes)
+        check.check_fit(report, wishes)
         return report
     entry = look_at_folder(folder)
     with held(folder, what="verify"):
         report = check.check_bytes(entry, wishes)
-        _finish(report, wishes)
+        check.check_fit(report, wishes)
         check.remember(report, entry)
     return report
 
@@ -80,9 +80,3 @@ def _newest_at(path: str | os.PathLike[str]) -> Path:
     if not found:
         raise NotFoundError(f"{folder} is not a checkpoint, and holds none: name the directory of one step, or a root")
     return found[-1].path
-
-
-def _finish(report: VerifyReport, wishes: check.Wishes) -> None:
-    if report.is_checked:
-        for _ in check.check_fit(report, wishes):
-            pass
