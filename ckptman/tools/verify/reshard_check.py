@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from ckptman.engine.comm.control_group import Channel, RankFailed
 from ckptman.engine.loading.checkpoint_reader import SavedState, resolve
 from ckptman.engine.loading.exchange import read_together
 from ckptman.engine.loading.read_tensors import fills_for_all, read_fills
-from ckptman.engine.state.file_layout import as_bytes
 from ckptman.engine.state.local_shards import QUANTIZED
 from ckptman.errors import CkptmanError, RankLostError
 from ckptman.runtime.host_memory import available_bytes
@@ -162,11 +161,11 @@ def check_rank(job: RankJob, rank: int, tell: Tell) -> list[str]:
     mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
     witness = Witness(job.state, job.metadata)
     problems: list[str] = []
-    targets: dict[str, torch.Tensor] = {}
+    most = max((sum(saved.shard_bytes(job.layout[-1]) for saved in batch) for batch in job.batches), default=0)
+    arena = _arena(most)
     torch.set_grad_enabled(False)
     for number, batch in enumerate(job.batches):
-        targets.clear()  # one batch is in memory at a time
-        targets = _targets(batch, mesh)
+        targets = _targets(batch, mesh, arena)
         tell(batch[0].name, number / len(job.batches))
         lost = _load(job.state, targets, channel)
         tell(f"{batch[0].name}, loaded", (number + 0.5) / len(job.batches))
@@ -182,16 +181,26 @@ def check_rank(job: RankJob, rank: int, tell: Tell) -> list[str]:
     return reports.shown(problems)
 
 
-def _targets(batch: Sequence[Saved], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+@lru_cache(maxsize=1)
+def _arena(size_bytes: int) -> torch.Tensor:
+    """Return the memory that one batch after the other is loaded into, by all ranks that a process takes the place of:
+    fresh memory is slower by far."""
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+
+
+def _targets(batch: Sequence[Saved], mesh: DeviceMesh, arena: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return tensors as a rank loads them, each with its rows as `torch.chunk` cuts them, filled with `POISON`."""
     placements: tuple[Placement, ...] = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-    number = (mesh.get_coordinate() or [0])[-1]
+    number, begin = (mesh.get_coordinate() or [0])[-1], 0
     found: dict[str, torch.Tensor] = {}
     for saved in batch:
         share = saved.shard_rows(mesh.shape[-1])
         rows = min((number + 1) * share, saved.rows) - min(number * share, saved.rows)
-        local = torch.empty((rows, *saved.shape[1:]) if saved.shape else (), dtype=saved.dtype, device="cpu")
-        as_bytes(local).fill_(POISON)
+        shape: tuple[int, ...] = (rows, *saved.shape[1:])
+        if not saved.shape:  # whole on every rank
+            rows, shape = 1, ()
+        local = arena[begin : begin + rows * saved.row_bytes].fill_(POISON).view(saved.dtype).view(shape)
+        begin += saved.shard_bytes(mesh.shape[-1])
         if saved.shape:
             stride = tuple(math.prod(max(size, 1) for size in saved.shape[dim:]) for dim in range(1, 1 + local.dim()))
             local = make_dtensor(local, mesh, placements, torch.Size(saved.shape), stride, saved.dtype)

@@ -11,6 +11,8 @@ import torch
 from ckptman.engine.loading.checkpoint_reader import SavedState
 from ckptman.storage.format.chunk_table import Chunks, Ints
 
+_ALIGN_BYTES = 64
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -34,8 +36,8 @@ class Saved:
         return -(-self.rows // shards)
 
     def shard_bytes(self, shards: int) -> int:
-        """Bytes of a full shard."""
-        return self.shard_rows(shards) * self.row_bytes
+        """Bytes of a full shard in memory, aligned for the next one."""
+        return -(-self.shard_rows(shards) * self.row_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def saved_tensors(state: SavedState) -> list[Saved]:
