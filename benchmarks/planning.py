@@ -13,7 +13,7 @@ from typing import TypedDict
 import torch
 
 from ckptman.engine.saving.index_writer import write_metadata
-from ckptman.engine.saving.write_plan import Held, divide, lay_out, make_rows
+from ckptman.engine.saving.write_plan import LocalShard, divide, lay_out, make_rows
 from ckptman.engine.state.local_shards import Box
 from ckptman.storage.format.chunk_table import ChunkTable, assemble, pack, unpack
 from ckptman.storage.format.paths import data_name
@@ -86,14 +86,14 @@ def _simulate(world: int) -> Planned:
     )
 
 
-def _held(tensors: list[tuple[str, int]], rank: int, world: int) -> Iterator[Held]:
+def _held(tensors: list[tuple[str, int]], rank: int, world: int) -> Iterator[LocalShard]:
     """What a rank holds: rows over half the ranks, and the other half the same."""
     shards = world // REPLICAS
     shard = rank % shards
     holders = tuple(range(shard, world, shards))
     for name, rows in tensors:
         low, size = _share(rows, shard, shards)
-        yield Held(name, Box((low, 0), (size, COLUMNS), holders), DTYPE.itemsize)
+        yield LocalShard(name, Box((low, 0), (size, COLUMNS), holders), DTYPE.itemsize)
 
 
 def _share(rows: int, number: int, parts: int) -> tuple[int, int]:

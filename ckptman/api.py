@@ -14,7 +14,7 @@ from ckptman._tracebacks import short_traceback
 from ckptman.engine.comm.control_group import AllRanks, Channel, Contribution, RankFailed, failing_as_one
 from ckptman.engine.comm.frozen import agree_on_frozen
 from ckptman.engine.comm.replicas import compare_replicas
-from ckptman.engine.loading.accepted import EVERYTHING, Accepted, Skipped
+from ckptman.engine.loading.accepted import EVERYTHING, AllowedMismatches, Skipped
 from ckptman.engine.loading.loader import load as load_checkpoint
 from ckptman.engine.saving.refused_values import warn_of_refused
 from ckptman.engine.saving.write_plan import RankFile, plan_save, signature_of
@@ -139,9 +139,9 @@ def load(
     channel = Channel(TIMEOUT_SECONDS)
     try:
         with failing_as_one():
-            given = channel.agree("load()", lambda: Contribution(Accepted.of(missing, unexpected)))
-        Accepted.refuse_unlike(given.unlike or ())
-        accepted = Accepted.of(missing, unexpected)
+            given = channel.agree("load()", lambda: Contribution(AllowedMismatches.of(missing, unexpected)))
+        AllowedMismatches.refuse_unlike(given.unlike or ())
+        accepted = AllowedMismatches.of(missing, unexpected)
 
         def find() -> tuple[Path, bool]:
             with failing_as_one():

@@ -20,7 +20,7 @@ from ckptman.data.persistent_workers import warn_of_persistent_workers
 from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.engine.comm.control_group import Channel, Contribution, await_ranks, failing_as_one
 from ckptman.engine.comm.frozen import agree_on_frozen
-from ckptman.engine.loading.accepted import Accepted
+from ckptman.engine.loading.accepted import AllowedMismatches
 from ckptman.engine.loading.other_weights import OtherWeights
 from ckptman.engine.saving.finite_check import OnNonfinite
 from ckptman.engine.saving.memory_saves import MemorySaves
@@ -422,7 +422,7 @@ class Checkpointer:
         self._watchdog.beat("restore", 0)
         accepted, others = self._agree_on_restore(
             (str(step), str(path), str(allow_suspect)),
-            partial(Accepted.of, missing, unexpected),
+            partial(AllowedMismatches.of, missing, unexpected),
             partial(OtherWeights.of, only, rename, self._state),
         )
         if path is None and others != OtherWeights():
@@ -469,7 +469,7 @@ class Checkpointer:
 
         def look() -> Contribution:
             if self._control.is_leader and not allow_suspect:
-                self._session.refuse_in_vain()
+                self._session.stop_crash_loop()
             return Contribution(maxima=(not is_settled(self._state), self._consensus.stop_flag()))
 
         with failing_as_one():
@@ -817,8 +817,11 @@ class Checkpointer:
         self._went_on = True
 
     def _agree_on_restore(
-        self, arguments: tuple[str, str, str], accepted: Callable[[], Accepted], others: Callable[[], OtherWeights]
-    ) -> tuple[Accepted, OtherWeights]:
+        self,
+        arguments: tuple[str, str, str],
+        accepted: Callable[[], AllowedMismatches],
+        others: Callable[[], OtherWeights],
+    ) -> tuple[AllowedMismatches, OtherWeights]:
         """Refuse a `restore` that is called with other arguments on another rank, and leave if any was asked to stop.
 
         Raises, on every rank alike: ConfigError, SystemExit.
@@ -840,7 +843,7 @@ class Checkpointer:
                     f"restore(step={each[0]}, path={each[1]}, allow_suspect={each[2]}) on rank {rank}: every rank has "
                     f"to name the same checkpoint"
                 )
-        Accepted.refuse_unlike(all_accepted)
+        AllowedMismatches.refuse_unlike(all_accepted)
         if any(each != all_others[0] for each in all_others):
             raise ConfigError("restore(only=, rename=) differ between ranks: every rank has to give the same")
         self._leave_if(stop_text(met.maxima[0]))

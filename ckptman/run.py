@@ -181,7 +181,7 @@ class Run:
         suspects = suspects_of(self.root)
 
         def will_do(entry: Entry) -> bool:
-            return not (entry.spoilt or entry.step in suspects or entry.record().damaged)
+            return not (entry.nonfinite_reason or entry.step in suspects or entry.record().damaged)
 
         choice = choose(reversed(self._counting(until=will_do)), suspects)
         return next((_checkpoint(entry) for entry in [*choice.tried, *choice.suspects]), None)

@@ -133,7 +133,7 @@ class _Job:
                     self._fail(entry, error)
             else:
                 why = (entry.problem or "").replace(f"{entry.where}/", "").partition("; ")[0]
-                self._pass_over(entry, f"it does not count: {why}")
+                self._reject(entry, f"it does not count: {why}")
         if not chosen and not self.failures:
             raise NotFoundError(f"{self._source} holds no complete checkpoint: ckptman list says what is there")
         return chosen
@@ -151,7 +151,7 @@ class _Job:
         except GoneError:
             if not self._every:
                 raise
-            self._pass_over(entry, "it was deleted meanwhile")  # the run prunes while it is copied
+            self._reject(entry, "it was deleted meanwhile")  # the run prunes while it is copied
         except (CorruptError, ExistsError, BusyCopyingError, SourceError) as error:
             if not self._every:  # what says something about one checkpoint keeps no other one
                 raise
@@ -192,7 +192,7 @@ class _Job:
         self.failures[entry.step] = error
         self._say([f"step {entry.step}: {console.paint('not copied', 'red')}: {console.message(error)}"])
 
-    def _pass_over(self, entry: Entry, why: str) -> None:
+    def _reject(self, entry: Entry, why: str) -> None:
         self.passed_over.append((entry, why))
         self._say([f"step {entry.step}: not copied: {console.plain(why)}"])
 

@@ -141,7 +141,7 @@ def _against_bytes(written: str, timeout: float) -> int:
             return None
         if is_foreign(path):
             return sum(each.lstat().st_size for each in path.rglob("*"))
-        return choose(path, spoilt=True)[-1].require_manifest().total_bytes
+        return choose(path, allow_nonfinite=True)[-1].require_manifest().total_bytes
 
     try:
         size = run_isolated(look, timeout)  # a path may be on the very file system that hangs

@@ -227,9 +227,9 @@ def parse_keep_best(written: str) -> KeepBest:
 
 def check_meant(root: Path, policy: RetentionPolicy | None, verdicts: Sequence[Verdict], *, stored: bool) -> None:
     """Refuse rules that cannot be meant. `stored`: the rules are those of the run. Raises: ConfigError."""
-    from ckptman.policies.retention import slip
+    from ckptman.policies.retention import policy_mistake
 
-    if cause := slip(policy, [each.record for each in verdicts], time.time(), goes_on=stored):
+    if cause := policy_mistake(policy, [each.record for each in verdicts], time.time(), goes_on=stored):
         remedy = "say what to keep, with options such as --keep-last 3" if stored else "check the options"
         whose = "by the rules that the run stored, " if stored else ""
         raise ConfigError(f"{root}: {whose}{cause}. Nothing is deleted: {remedy}")

@@ -92,8 +92,8 @@ def _lines(change: Change, dry_run: bool, now: float) -> list[str]:
     lines = console.table(("action", "what", "size", "age", "metrics"), rows, right="size age")
     goes = "Nothing was changed (--dry-run): the next restore would go" if dry_run else "The next restore goes"
     told = f"{goes} on from step {change.target.step}."
-    if spoilt := change.target.spoilt:
-        newest = f"step {change.target.step} is then the newest, and not finite ({console.plain(spoilt)})"
+    if nonfinite_reason := change.target.nonfinite_reason:
+        newest = f"step {change.target.step} is then the newest, and not finite ({console.plain(nonfinite_reason)})"
         told = f"{goes} on from the newest finite one, if there is any: {newest}."
     return [*lines, "", told]
 

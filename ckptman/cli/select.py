@@ -68,12 +68,13 @@ def roots_of(written: list[str]) -> tuple[list[Path], bool]:
 
 
 def choose(
-    path: Path, step: int | None = None, every: bool = False, passed_over: bool = False, spoilt: bool = False
+    path: Path, step: int | None = None, every: bool = False, passed_over: bool = False, allow_nonfinite: bool = False
 ) -> list[Entry]:
     """Return the entries to work on: of a root the one that a restore takes, that of `step`, or all.
 
     If a restore does not take the newest, a line on standard error says why. `passed_over`: also those that may have
-    been newer and do not count, before it. `spoilt`: the newest, even if it holds NaN or infinity or is a suspect.
+    been newer and do not count, before it. `allow_nonfinite`: the newest, even if it holds NaN or infinity or is a
+    suspect.
 
     Raises: NotFoundError (no such root, step or checkpoint), RootError, ConfigError (--step of a single checkpoint).
     """
@@ -95,10 +96,10 @@ def choose(
     catalogue = Catalog(path)
     if step is not None:
         return [catalogue.entry(step)]
-    suspects = {} if spoilt or every else suspects_of(path)
+    suspects = {} if allow_nonfinite or every else suspects_of(path)
 
     def will_do(entry: Entry) -> bool:
-        return spoilt or not (entry.spoilt or entry.step in suspects)
+        return allow_nonfinite or not (entry.nonfinite_reason or entry.step in suspects)
 
     entries = catalogue.look() if every or passed_over else catalogue.scan(until=will_do)
     if not entries:
@@ -113,7 +114,7 @@ def choose(
     newest = next((entry for entry in entries if entry.newer_format), entries[-1])
     if newest.newer_format is None and passed_over:
         newest = next((entry for entry in reversed(entries) if entry.complete), newest)
-    if not spoilt:
+    if not allow_nonfinite:
         newest = _as_restored(newest, entries, suspects)
     if not passed_over:
         return [newest]
@@ -127,7 +128,9 @@ def _as_restored(newest: Entry, entries: list[Entry], suspects: Mapping[int, str
     choice = choose(reversed(entries), suspects)
     if not newest.complete or not choice.tried or choice.tried[0] is newest:
         return newest
-    why = f"not finite ({plain(newest.spoilt)})" if choice.nonfinite else f"a suspect: {suspects[newest.step]}"
+    why = (
+        f"not finite ({plain(newest.nonfinite_reason)})" if choice.nonfinite else f"a suspect: {suspects[newest.step]}"
+    )
     typer.echo(
         f"step {newest.step} is {why}, so this is step {choice.tried[0].step}, as for a restore: name the newest by "
         f"its step, or its folder, to have that",

@@ -36,7 +36,7 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
     from ckptman.storage.catalog.verified import read_verified
     from ckptman.storage.format.index import open_table, read_index
 
-    (entry,) = choose(path, step, spoilt=True)
+    (entry,) = choose(path, step, allow_nonfinite=True)
     with reading(entry.path, what="show"):
         manifest = entry.require_manifest()
         index = read_index(entry.path, manifest)

@@ -134,7 +134,7 @@ def _wanted(path: Path, step: int | None, every: bool) -> tuple[list[Entry], lis
     is_root = path.is_dir() and not is_checkpoint(path)
     others = foreign_in(path, os.listdir(path)) if is_root else []  # noqa: PTH208 names alone are wanted
     try:
-        return choose(path, step, every, passed_over=True, spoilt=True), others if every else []
+        return choose(path, step, every, passed_over=True, allow_nonfinite=True), others if every else []
     except GoneError:
         raise
     except NotFoundError:

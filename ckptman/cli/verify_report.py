@@ -77,7 +77,7 @@ def remark_lines(report: VerifyReport) -> list[str]:
 
 def summary_lines(reports: Sequence[VerifyReport]) -> list[str]:
     """Return what was proved of those that are good, level by level, and what was not."""
-    good = [report for report in reports if report.is_proved]
+    good = [report for report in reports if report.is_verified]
     if not good:
         return []
     those = "" if len(good) == len(reports) else f", of {len(good):,} of {len(reports):,} checkpoints"

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ckptman.errors import ConfigError
 from ckptman.runtime.tracker import TrackedRun, Tracker
-from ckptman.session.tracker_threads import CLOSE_SECONDS, Behind
+from ckptman.session.tracker_threads import CLOSE_SECONDS, TrackerQueue
 from ckptman.storage.format.paths import DOT
 from ckptman.storage.io.durable_files import DISK
 
@@ -89,7 +89,7 @@ class AppendOnlyTracker(Tracker):
         self._handed_on = _take_up(self._path, run.step)
         self._file = open(self._path, "ab")
         self._note(None)  # a kill may have left a part of a line
-        self._thread = Behind(f"ckptman-{self._name}-library")
+        self._thread = TrackerQueue(f"ckptman-{self._name}-library")
         self._thread.start()
         self._ask(self._begin, run)
         self._ask(self._hand_on_ready)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckptman.engine.state.step_record import Marks
+from ckptman.engine.state.step_record import ChangeCounters
 from ckptman.errors import warn_only
 
 
@@ -30,7 +30,7 @@ class BeforeEpochStart:
         schedulers: Iterable[Any],
         holders: Iterable[tuple[Callable[[], Any], Callable[[Any], object]]],
     ) -> None:
-        self._parameters = Marks(module.parameters())
+        self._parameters = ChangeCounters(module.parameters())
         self._buffers = [(each, each.detach().clone()) for each in module.buffers()]
         self._groups = [
             (group, {name: copy.deepcopy(value) for name, value in group.items() if name != "params"})

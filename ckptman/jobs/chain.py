@@ -85,8 +85,8 @@ def passed_over_text(root: str) -> str:
     if choice.nonfinite:
         first = choice.nonfinite[-1]
         reasons = [
-            f"its checkpoints from step {first.step} on are not finite (NaN or infinity in {first.spoilt}), so {to}: "
-            f'find out what makes them so, or say nonfinite="ignore" where that is meant'
+            f"its checkpoints from step {first.step} on are not finite (NaN or infinity in {first.nonfinite_reason}), "
+            f'so {to}: find out what makes them so, or say nonfinite="ignore" where that is meant'
         ]
     reasons += [f"step {entry.step}: {suspects[entry.step]}, so {to}" for entry in choice.suspects]
     return "; ".join(reasons)
@@ -97,7 +97,7 @@ def _choice(root: str, suspects: Mapping[int, str]) -> Choice[Entry]:
     from ckptman.storage.catalog.catalog import Catalog
 
     try:
-        found = Catalog(root).scan(until=lambda entry: not entry.spoilt and entry.step not in suspects)
+        found = Catalog(root).scan(until=lambda entry: not entry.nonfinite_reason and entry.step not in suspects)
     except NotFoundError:
         found = []
     return choose(reversed(found), suspects)

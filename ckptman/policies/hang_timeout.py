@@ -27,7 +27,7 @@ _LOOKS, _LONGEST_LOOK_SECONDS = 20, 5.0
 
 
 @dataclass(frozen=True)
-class Patience:
+class HangTimeout:
     """The longest silence that is allowed: `factor` times the longest pause of that kind so far, but never less than a
     floor, which is `floor_seconds` in a step and three times that while a run starts or saves.
 
@@ -77,7 +77,7 @@ class Progress:
     The training thread calls `beat`, threads that save call `begin` and `end`, the watchdog calls `overdue`.
     """
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: HangTimeout) -> None:
         self.patience = patience
         self.longest_seconds: dict[Doing, float] = dict.fromkeys(get_args(Doing), 0.0)
         """The longest pause of each kind so far."""
@@ -121,7 +121,7 @@ class Progress:
         doing = self._last[1]
         return self.patience.limit_seconds(doing, self.longest_seconds[doing])
 
-    def late(self, now: float) -> Stall | None:
+    def late(self, now: float) -> LongPause | None:
         """Return the silence that is to be told, once; None: there is none."""
         (since, doing, step), speak_seconds = self._last, self.patience.speak_seconds
         if speak_seconds is None or doing in _FILES or self._told == self._last:
@@ -129,21 +129,21 @@ class Progress:
         if now - since <= max(speak_seconds, _LIKE * self.longest_seconds[doing]):
             return None
         self._told = (since, doing, step)
-        return Stall(doing, step, False, now - since, self.limit_seconds)
+        return LongPause(doing, step, False, now - since, self.limit_seconds)
 
-    def overdue(self, now: float) -> Stall | None:
+    def overdue(self, now: float) -> LongPause | None:
         """Return what has been silent for longer than its limit; None: nothing."""
         running: list[tuple[float, Doing, int, bool]] = [(*self._last, False)]
         running += [(since, "save", step, True) for since, step in list(self._saves.values())]
         for since, doing, step, behind in running:
             limit = self.patience.limit_seconds(doing, self.longest_seconds[doing])
             if now - since > limit:
-                return Stall(doing, step, behind, now - since, limit)
+                return LongPause(doing, step, behind, now - since, limit)
         return None
 
 
 @dataclass(frozen=True)
-class Stall:
+class LongPause:
     """A silence that was too long: what the rank is at, after which step, whether behind the training, for how long."""
 
     doing: Doing

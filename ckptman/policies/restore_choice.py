@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Candidate(Protocol):
-    """A checkpoint of a root. `spoilt`: see `Record.spoilt`."""
+    """A checkpoint of a root. `nonfinite_reason`: see `Record.nonfinite_reason`."""
 
     @property
     def step(self) -> int: ...
@@ -18,7 +18,7 @@ class Candidate(Protocol):
     def complete(self) -> bool: ...
 
     @property
-    def spoilt(self) -> str: ...
+    def nonfinite_reason(self) -> str: ...
 
 
 AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
@@ -60,16 +60,18 @@ def choose(
         prefer_finite: Go back behind checkpoints with NaN or infinity, as long as there is a finite one.
     """
     complete = [each for each in newest_first if each.complete]
-    nonfinite = [each for each in complete if prefer_finite and each.spoilt]
+    nonfinite = [each for each in complete if prefer_finite and each.nonfinite_reason]
     only_nonfinite = len(nonfinite) == len(complete) > 0
-    finite = complete if only_nonfinite else [each for each in complete if not (prefer_finite and each.spoilt)]
+    finite = (
+        complete if only_nonfinite else [each for each in complete if not (prefer_finite and each.nonfinite_reason)]
+    )
     tried = [each for each in finite if each.step not in suspects]
     # A suspect is finite: going back to NaN or infinity instead of asking would be worse.
     has_last_resort = not only_nonfinite and len(tried) == len(finite)
     return Choice(
         tried,
         [each for each in nonfinite if each.step not in suspects] if has_last_resort else [],
-        [] if only_nonfinite else list(takewhile(lambda each: prefer_finite and each.spoilt, complete)),
+        [] if only_nonfinite else list(takewhile(lambda each: prefer_finite and each.nonfinite_reason, complete)),
         list(takewhile(lambda each: each.step in suspects, finite)),
         only_nonfinite,
     )

@@ -5,7 +5,7 @@
 The rules are in `retention_rules` and `calendar`. Whatever they say, these stay: the newest checkpoint, the newest that
 was verified, the newest that is finite, one that is pinned, and one that somebody reads or went on from. A rule that
 cannot be meant, by a slip in a step or in the name of a metric, is found before it deletes what it was to keep
-(`slip`).
+(`policy_mistake`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def untouchables(records: Sequence[Record]) -> dict[int, list[str]]:
     for name, group in groups.items():
         if group:
             reasons.setdefault(max(map(sequence_of, group)), []).append(name)
-    if counted and max(counted, key=sequence_of).spoilt:
+    if counted and max(counted, key=sequence_of).nonfinite_reason:
         for sequence, name in newest_finite(counted).items():
             reasons.setdefault(sequence, []).append(name)
     for record in records:
@@ -161,7 +161,9 @@ def _trimmed(
     }
 
 
-def slip(policy: RetentionPolicy | None, records: Sequence[Record], now_seconds: float, *, goes_on: bool) -> str:
+def policy_mistake(
+    policy: RetentionPolicy | None, records: Sequence[Record], now_seconds: float, *, goes_on: bool
+) -> str:
     """Return why a policy cannot be meant for the checkpoints there are; "" where it can.
 
     `goes_on`: it is that of a run. Then a metric that no checkpoint has is a slip only where they have others, and a

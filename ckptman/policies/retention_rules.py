@@ -59,7 +59,7 @@ class Record:
         return nonfinite_text(self.nonfinite_metrics, self.nonfinite_tensors)
 
     @property
-    def spoilt(self) -> str:
+    def nonfinite_reason(self) -> str:
         """The tensors in it that are NaN or infinite, for which a restore skips it. Metrics do not count: they are
         labels, and often NaN until there is a value."""
         return nonfinite_text((), self.nonfinite_tensors)
@@ -67,7 +67,7 @@ class Record:
 
 def newest_finite(records: Sequence[Record]) -> dict[int, str]:
     """Return the newest that a restore takes, by sequence with the reason; empty where none is finite."""
-    finite = [sequence_of(each) for each in records if not each.spoilt]
+    finite = [sequence_of(each) for each in records if not each.nonfinite_reason]
     return {max(finite): "newest finite"} if finite else {}
 
 

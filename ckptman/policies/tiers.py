@@ -88,7 +88,7 @@ def due(records: Sequence[Record], there: Sequence[Record], tier: Tier, now_seco
     counted = [*(record for record in good if not record.abandoned), *new.values()]
     wanted = tier.retention.keeps_at(counted, now_seconds)
     kept = [record for record in counted if record.sequence in wanted]
-    if kept and max(kept, key=sequence_of).spoilt:  # what goes there is to be of use
+    if kept and max(kept, key=sequence_of).nonfinite_reason:  # what goes there is to be of use
         wanted = newest_finite(counted) | wanted
     return {place: wanted[record.sequence] for place, record in new.items() if record.sequence in wanted}
 

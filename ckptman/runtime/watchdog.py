@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ckptman.errors import EXIT_STALLED, plain_lines
-from ckptman.policies.hang_timeout import Doing, Patience, Progress, Stall
+from ckptman.policies.hang_timeout import Doing, HangTimeout, LongPause, Progress
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.threads import Flag
 
-OnLate = Callable[[Stall], None]
+OnLate = Callable[[LongPause], None]
 """What tells of a silence that may end by itself. It is called in the thread of the watchdog."""
-OnStall = Callable[[Stall, Callable[[float], None]], None]
+OnStall = Callable[[LongPause, Callable[[float], None]], None]
 """What ends the process. It is called in the thread of the watchdog with what is stuck, and with a function that says
 how many seconds that may take: after that the backstop ends the process."""
 _BACKSTOP_LIMITS = 2.0
@@ -49,11 +49,11 @@ class Watchdog:
     one that is thrown away.
     """
 
-    def __init__(self, patience: Patience | None, on_stall: OnStall, on_late: OnLate = lambda _: None) -> None:
+    def __init__(self, patience: HangTimeout | None, on_stall: OnStall, on_late: OnLate = lambda _: None) -> None:
         self.patience = patience
         self.awake_seconds = 0.0
         """For how long this watchdog has been awake."""
-        self.progress = Progress(patience or Patience())
+        self.progress = Progress(patience or HangTimeout())
         self._on_stall, self._on_late = on_stall, on_late
         self._closed = Flag()
         self._thread: threading.Thread | None = None

@@ -16,7 +16,7 @@ from ckptman.policies.retention import KeepLast, RetentionPolicy
 from ckptman.policies.save_policies import EverySteps, InitTimeInterval, SavePolicy, with_stops
 from ckptman.runtime.signals import SignalHandler
 from ckptman.runtime.tracker import Tracker
-from ckptman.session.watchdog_actions import Setting, patience_of
+from ckptman.session.watchdog_actions import Setting, hang_timeout_of
 from ckptman.storage.catalog.backends.backend import check_folder
 from ckptman.storage.format.paths import step_number
 
@@ -60,7 +60,7 @@ def check_arguments(
         raise ConfigError(f"timeout_seconds is a positive number of seconds, not {timeout_seconds!r}")
     if deadline is not None and deadline != "auto" and not isinstance(deadline, int | float):
         raise ConfigError(f"deadline is when the job ends, in unix seconds, or 'auto', or None, not {deadline!r}")
-    patience_of(watchdog, 1, {})
+    hang_timeout_of(watchdog, 1, {})
     if not (signals is None or signals == "auto" or isinstance(signals, bool | SignalHandler)):
         raise ConfigError(f'signals is "auto", True, a SignalHandler, or False to listen to none, not {signals!r}')
     if signals is True and threading.current_thread() is not threading.main_thread():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.engine.comm.control_group import Channel, RankFailed, failing_as_one
-from ckptman.engine.loading.accepted import Accepted, Skipped, told
+from ckptman.engine.loading.accepted import AllowedMismatches, Skipped, told
 from ckptman.engine.loading.fit import State
 from ckptman.engine.loading.loader import load
 from ckptman.engine.loading.other_weights import OtherWeights
@@ -71,7 +71,7 @@ class Restorer:
         place: LocalBackend,
         attempt: RunSession,
         beat: Callable[[], None],
-        accepted: Accepted,
+        accepted: AllowedMismatches,
         prefer_finite: bool,
         memory: MemoryRestore | None = None,
     ) -> None:
@@ -94,7 +94,7 @@ class Restorer:
         """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
         begun = time.monotonic()
         refused: list[str] = []
-        self._looked()
+        self._scan_memory()
         on_disk, trouble = self._control.run_on_leader(lambda: self._candidates_beside_memory(step, allow_suspect))
         if (found := self._best_in_memory(state, step, on_disk, allow_suspect, refused)) is not None:
             return found
@@ -153,9 +153,9 @@ class Restorer:
 
     def finds_in_memory(self) -> bool:
         """Return whether the nodes hold anything of this run, complete or not. Every rank calls it."""
-        return bool(self._looked()) or (self._memory is not None and bool(self._memory.damage))
+        return bool(self._scan_memory()) or (self._memory is not None and bool(self._memory.damage))
 
-    def _looked(self) -> list[InMemory]:
+    def _scan_memory(self) -> list[InMemory]:
         if self._in_memory is None:
             self._in_memory = self._memory.look() if self._memory is not None else []
         return self._in_memory
@@ -178,14 +178,14 @@ class Restorer:
         `refused`: gets what could not be loaded, over which nothing is started afresh."""
         if self._memory is None:
             return None
-        found, left = self._looked(), on_disk.all
+        found, left = self._scan_memory(), on_disk.all
         for number, damage in self._memory.damage.items():
             if step in (None, number):
                 refused.append(f"step {number} in memory: {damage}")
-                self._pass_over(number, damage)
+                self._reject(number, damage)
         begun = time.monotonic()
         why_not = self._control.run_on_leader(
-            lambda: [self._why_not(each, step, left, allow_suspect) for each in found]
+            lambda: [self._rejection(each, step, left, allow_suspect) for each in found]
         )
         for each, why in zip(found, why_not):
             if why is None:
@@ -211,15 +211,15 @@ class Restorer:
                             )
                     return each.manifest.step
             if why:
-                self._pass_over(each.manifest.step, why)
+                self._reject(each.manifest.step, why)
         return None
 
-    def _pass_over(self, step: int, why: str) -> None:
+    def _reject(self, step: int, why: str) -> None:
         self._attempt.note("memory_refused", step=step, reason=why)
         if self._control.is_leader:
             warn(f"step {step} in memory is not what the run goes on from: {plain(why)}")
 
-    def _why_not(self, found: InMemory, step: int | None, left: list[Entry], allow_suspect: bool) -> str | None:
+    def _rejection(self, found: InMemory, step: int | None, left: list[Entry], allow_suspect: bool) -> str | None:
         """Return why a checkpoint in memory is not loaded; "": because there is a newer one, which is no news."""
         manifest = found.manifest
         if step is not None and manifest.step != step:
@@ -231,9 +231,9 @@ class Restorer:
             return f"{len(lost)} of its parts are on no node that is left ({', '.join(lost[:3])})"
         if (rollback := left_by(self._place.rollbacks(), manifest)) is not None:
             return f"it is older than the rollback to step {rollback.to_step}"
-        spoilt = Entry(manifest.step, self._place.root, manifest).spoilt
-        if self._prefer_finite and spoilt and any(not each.spoilt for each in left):
-            return f"NaN or infinity in {spoilt}"
+        nonfinite_reason = Entry(manifest.step, self._place.root, manifest).nonfinite_reason
+        if self._prefer_finite and nonfinite_reason and any(not each.nonfinite_reason for each in left):
+            return f"NaN or infinity in {nonfinite_reason}"
         suspects = {} if allow_suspect else self._attempt.suspects()
         return suspects.get(manifest.step)
 
@@ -318,7 +318,7 @@ class Restorer:
         suspects = {} if allow_suspect else self._attempt.suspects()
 
         def will_do(entry: Entry) -> bool:
-            return entry.step not in suspects and not (self._prefer_finite and entry.spoilt)
+            return entry.step not in suspects and not (self._prefer_finite and entry.nonfinite_reason)
 
         entries = self._place.list(until=will_do)
         if not any(entry.complete for entry in entries) and self._place.list(abandoned=True, until=any_will_do):
@@ -365,7 +365,7 @@ class Restorer:
             newest = [*choice.suspects, *choice.tried][0]
             warn(
                 f"{self._place.root}: no checkpoint is finite (step {newest.step}: NaN or infinity in "
-                f"{newest.spoilt}). The run goes on from the newest; give it another root to begin afresh"
+                f"{newest.nonfinite_reason}). The run goes on from the newest; give it another root to begin afresh"
             )
         elif choice.nonfinite:
             self._tell_nonfinite(choice.nonfinite, [*choice.suspects, *choice.tried][0])
@@ -377,16 +377,16 @@ class Restorer:
 
     def _tell_nonfinite(self, skipped: list[Entry], taken: Entry) -> None:
         for entry in skipped:
-            self._attempt.note("restore_refused", step=entry.step, reason=f"not finite: {entry.spoilt}")
+            self._attempt.note("restore_refused", step=entry.step, reason=f"not finite: {entry.nonfinite_reason}")
         newest = skipped[0]
         more = f" and {len(skipped) - 1} before it" if len(skipped) > 1 else ""
         again = ""
         if newest.require_manifest().restored_from == taken.step:
             again = f" It had gone on from step {taken.step} before: expect the same unless something is changed."
         warn(
-            f"skipping the checkpoint of step {newest.step}{more}: NaN or infinity in {newest.spoilt}. The run goes "
-            f"back to step {taken.step}, the newest that is finite.{again} restore(step={newest.step}) loads the "
-            f'newest all the same, and nonfinite="ignore" always does'
+            f"skipping the checkpoint of step {newest.step}{more}: NaN or infinity in {newest.nonfinite_reason}. The "
+            f"run goes back to step {taken.step}, the newest that is finite.{again} restore(step={newest.step}) loads "
+            f'the newest all the same, and nonfinite="ignore" always does'
         )
 
     def _skip(self, entry: Entry, why: Exception) -> None:
@@ -399,8 +399,8 @@ class Restorer:
         if self._control.is_leader:
             warn(
                 f"{self._place.root}: no other checkpoint is finite, so the run goes on from step {entry.step} all the "
-                f"same (NaN or infinity in {entry.spoilt}). Stop it to bring a finite one back from a copy, or to "
-                f"begin afresh in another root"
+                f"same (NaN or infinity in {entry.nonfinite_reason}). Stop it to bring a finite one back from a copy, "
+                f"or to begin afresh in another root"
             )
 
 

@@ -169,7 +169,7 @@ class RunSession:
         """
         return suspects_of(self.root)
 
-    def refuse_in_vain(self) -> None:
+    def stop_crash_loop(self) -> None:
         """Refuse to train on where torchrun has started the ranks again and again, and no start got anywhere.
 
         Called by the leader after the restore. Raises: SuspectError.

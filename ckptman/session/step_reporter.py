@@ -20,8 +20,8 @@ from ckptman.engine.state.accelerators import record
 from ckptman.runtime.metrics_log import MetricsLog
 from ckptman.runtime.tracker import TrackedRun, Tracker
 from ckptman.session.run_session import RunSession
-from ckptman.session.timings import Stall
-from ckptman.session.tracker_threads import MOST_WAITING, Behind, TrackerThreads
+from ckptman.session.timings import TimeLost
+from ckptman.session.tracker_threads import MOST_WAITING, TrackerQueue, TrackerThreads
 
 PROGRESS_SECONDS = 30.0
 """Between two `progress` in the journal."""
@@ -61,14 +61,14 @@ class StepReporter:
         session: RunSession,
         world_size: int,
         trackers: Sequence[Tracker],
-        stall: Stall,
+        stall: TimeLost,
         outlook: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         assert session.journal is not None
         self._session, self._world_size, self._stall, self._outlook = session, world_size, stall, outlook
         self._trackers = TrackerThreads(trackers, session.journal)
         self._log = MetricsLog(session.root, session.number)
-        self._thread = Behind("ckptman-progress")
+        self._thread = TrackerQueue("ckptman-progress")
         self._waiting: deque[_Ended] = deque(maxlen=MOST_WAITING)
         self._arriving: _Arriving | None = None
         self._count, self._numbers, self._due_seconds = 0, 0, 0.0

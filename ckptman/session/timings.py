@@ -15,7 +15,7 @@ from ckptman.policies.retention_rules import is_known_time
 from ckptman.policies.save_policies import Facts, SavePolicy, next_save
 
 
-class Stall:
+class TimeLost:
     """Adds up how long a thread was in its blocks. One within another counts once."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Timings:
         """Those to the root of the run."""
         self.memory_saves = SaveTimes(monotonic)
         """Those to the memory of the nodes."""
-        self.stall = Stall()
+        self.stall = TimeLost()
         """How long the training has waited for saves of both kinds in this attempt."""
 
     @property

@@ -32,7 +32,7 @@ class _Call(NamedTuple):
     numbers: int
 
 
-class Behind:
+class TrackerQueue:
     """A thread that makes one call after the other. The interpreter does not wait for it when it leaves."""
 
     def __init__(self, name: str) -> None:
@@ -108,7 +108,7 @@ class _TrackerThread:
 
     def __init__(self, tracker: Tracker, journal: Journal) -> None:
         self.tracker, self.name = tracker, type(tracker).__name__
-        self.thread = Behind(f"ckptman-{self.name}")
+        self.thread = TrackerQueue(f"ckptman-{self.name}")
         self.failed = self.closing = self._told_dropped = False
         self._journal = journal
 

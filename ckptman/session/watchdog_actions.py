@@ -16,7 +16,7 @@ from ckptman._torch_compat import abort_default_group, group_timeouts
 from ckptman.engine.comm.control_group import Channel, Contribution
 from ckptman.engine.comm.hang_report import HangReport, this_process
 from ckptman.errors import EXIT_STALLED, ConfigError
-from ckptman.policies.hang_timeout import Patience, Stall, ahead_of
+from ckptman.policies.hang_timeout import HangTimeout, LongPause, ahead_of
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.outcome import ATTEMPT_ENV, read_outcome, report_node
 from ckptman.runtime.watchdog import PART_SECONDS, Watchdog, end_process, say, within, write_stacks
@@ -24,16 +24,16 @@ from ckptman.session.run_notes import STALLED, RunNotes
 from ckptman.session.run_session import RunSession, report_failed_start
 from ckptman.storage.format.paths import journal_path, new_nonce, outcome_path, stacks_path
 
-Setting = float | Patience | Literal["auto"] | None
+Setting = float | HangTimeout | Literal["auto"] | None
 _LEADER, _DEPUTY = 0, 1
 _AUTO_SECONDS = 600.0
 _NEVER_SECONDS = 10**9
 _IF_NO_HANG = ". If nothing hung, give watchdog= more seconds, or call beat() meanwhile"
 
 
-def patience_of(
+def hang_timeout_of(
     setting: Setting, world_size: int, environ: Mapping[str, str], abort_seconds: float | None = None
-) -> Patience | None:
+) -> HangTimeout | None:
     """Return what `watchdog=` means. "auto": on where ranks can wait for each other, and where a chain would go on.
 
     It speaks ahead of NCCL, which aborts a collective after `abort_seconds` (None: there is no NCCL).
@@ -42,18 +42,18 @@ def patience_of(
     """
     if setting is None or (setting == "auto" and world_size == 1 and not environ.get(ATTEMPT_ENV)):
         return None
-    if isinstance(setting, bool) or not (setting == "auto" or isinstance(setting, int | float | Patience)):
+    if isinstance(setting, bool) or not (setting == "auto" or isinstance(setting, int | float | HangTimeout)):
         raise ConfigError(
             f"watchdog is the seconds after which a step that does not end counts as stuck, or 'auto', or None for no "
             f"watchdog, not {setting!r}"
         )
-    if isinstance(setting, Patience):
+    if isinstance(setting, HangTimeout):
         patience = setting
     elif setting != "auto":
-        patience = Patience(float(setting))
+        patience = HangTimeout(float(setting))
     else:  # as long as NCCL waits if nothing else is said, less what it takes to be ahead of it
         ahead = _AUTO_SECONDS if abort_seconds is None else ahead_of(max(abort_seconds, _AUTO_SECONDS))
-        patience = Patience(min(_AUTO_SECONDS, ahead))
+        patience = HangTimeout(min(_AUTO_SECONDS, ahead))
     if abort_seconds is None or patience.speak_seconds is not None:
         return patience
     return replace(patience, speak_seconds=ahead_of(abort_seconds))
@@ -69,12 +69,12 @@ class RankWatchdog(Watchdog):
         sent = Contribution(maxima=(-int(min(mine, _NEVER_SECONDS) * 1000),), told=(this_process(), new_nonce()))
         met = control.agree("Checkpointer()", lambda: sent)
         abort_seconds = None if met.maxima[0] == -_NEVER_SECONDS * 1000 else -met.maxima[0] / 1000
-        patience = patience_of(setting, control.world_size, os.environ, abort_seconds)
+        patience = hang_timeout_of(setting, control.world_size, os.environ, abort_seconds)
         # Told now: where rank 0 keeps the store, nobody could ask for it later.
         self._leader, opening = met.told
-        look_seconds = (patience or Patience()).look_seconds
+        look_seconds = (patience or HangTimeout()).look_seconds
         report = HangReport(control.rank, control.world_size, opening, self._leader)
-        self._words = LastWords(report, root, control.rank, control.world_size, look_seconds)
+        self._words = HangReporter(report, root, control.rank, control.world_size, look_seconds)
         super().__init__(patience, self._words, self._words.speak)
         self._register()
         self.beat("open", 0)
@@ -94,7 +94,7 @@ class RankWatchdog(Watchdog):
             self._words.report.register()
 
 
-class LastWords:
+class HangReporter:
     """What a rank does that is stuck. It is called by its watchdog, and does not return.
 
     Each rank that can still act calls the roll in the store through which the ranks once met; who does not answer
@@ -116,7 +116,7 @@ class LastWords:
     def _attempt(self) -> int:
         return self.session.number if self.session is not None else 0
 
-    def __call__(self, stall: Stall, arm: Callable[[float], None]) -> None:
+    def __call__(self, stall: LongPause, arm: Callable[[float], None]) -> None:
         close_seconds = self.notes.close_seconds if self.notes is not None else 0.0
         arm(self._report_seconds + 8 * PART_SECONDS + close_seconds)
         text, stacks = self._text(stall), stacks_path(self._root, self._attempt, self._rank)
@@ -126,7 +126,7 @@ class LastWords:
             parts.append((close_seconds, self.notes.close))
         end_process(text, stacks, parts)
 
-    def speak(self, stall: Stall) -> None:
+    def speak(self, stall: LongPause) -> None:
         """Say where this rank is, and who else is silent, while the process goes on: NCCL may end it soon."""
         text, stacks = self._text(stall), stacks_path(self._root, self._attempt, self._rank)
         within(PART_SECONDS, lambda: write_stacks(stacks, text))
@@ -138,10 +138,10 @@ class LastWords:
             text = f"{text}; {report.text()}"
         within(PART_SECONDS, lambda: say(f"{text}; it goes on; stacks are in {stacks}"))
 
-    def _text(self, stall: Stall) -> str:
+    def _text(self, stall: LongPause) -> str:
         return f"rank {self._rank} of {self._world_size} (host {socket.gethostname()}, pid {os.getpid()}): {stall}"
 
-    def _say(self, stall: Stall) -> None:
+    def _say(self, stall: LongPause) -> None:
         report = self.report
         within(PART_SECONDS, lambda: report.answer(stall.where))
         if self._rank in (_LEADER, _DEPUTY):
@@ -158,7 +158,7 @@ class LastWords:
         found = read_outcome(outcome_path(self._root)) if self.session is not None else None
         return (report.silent is None or _LEADER in report.silent) and (found is None or found.state == "running")
 
-    def _write(self, stall: Stall, who: str) -> None:
+    def _write(self, stall: LongPause, who: str) -> None:
         """Say on disk how the attempt ended: the outcome first, which is what a chain goes by."""
         session, step = self.session, stall.step
         reason = f"{STALLED}: {stall}; {who}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptman._tracebacks import short_traceback
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError
 from ckptman.policies.parameters import check_positive
-from ckptman.policies.retention import KeepLast, RetentionPolicy, Verdict, slip
+from ckptman.policies.retention import KeepLast, RetentionPolicy, Verdict, policy_mistake
 from ckptman.policies.retention_rules import in_bytes, needs_capacity
 from ckptman.run import checkpoint_at
 from ckptman.storage.catalog import pins
@@ -96,7 +96,7 @@ def prune(
     policy = policy_for(folder, rules)
     with nullcontext() if dry_run else one_at_a_time(folder):
         plan = plan_prune(folder, policy)
-        if cause := slip(policy, [each.record for each in plan.verdicts], time.time(), goes_on=keep is None):
+        if cause := policy_mistake(policy, [each.record for each in plan.verdicts], time.time(), goes_on=keep is None):
             raise ConfigError(f"{folder}: {cause}. Nothing is deleted: say what to keep, such as KeepLast(3)")
         pruned = Pruned()
         if not dry_run and (failed := carry_out(folder, plan, pruned, files_per_second=files_per_second)) is not None:

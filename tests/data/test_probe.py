@@ -102,7 +102,7 @@ def test_each_worker_gives_two_batches_by_the_clock():
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_files_that_are_open_or_mapped_are_dropped(path, workers):
-    class Held(Dataset):
+    class LocalShard(Dataset):
         def __len__(self):
             return 64
 
@@ -110,7 +110,7 @@ def test_files_that_are_open_or_mapped_are_dropped(path, workers):
             self.mapped = torch.from_file(str(path), shared=True, size=64, dtype=torch.uint8)  # in the worker
             return self.mapped[index]
 
-    assert measured(making(Held()), workers=[workers]).dropped_files == 1
+    assert measured(making(LocalShard()), workers=[workers]).dropped_files == 1
 
 
 def test_workers_are_those_that_the_loader_has(path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.policies.hang_timeout import Patience
+from ckptman.policies.hang_timeout import HangTimeout
 from ckptman.runtime.journal import read_journal
 from ckptman.storage.format.paths import journal_path, stacks_path
 from ckptman.train.tokenize import tokenize
@@ -90,10 +90,10 @@ def test_a_rank_of_torchrun_is_stopped_and_the_chain_finishes_the_run(tmp_path):
     events = lines(journal_path(tmp_path / "run"))
     (failed,) = (each for each in events if each["event"] == "failed")
     assert failed["reason"].endswith("; not heard of: rank 0")
-    assert failed["time"] - stopped < Patience(FLOOR_SECONDS).notice_seconds("step") + 15
+    assert failed["time"] - stopped < HangTimeout(FLOOR_SECONDS).notice_seconds("step") + 15
     assert stacks_path(tmp_path / "run", 1, 1).exists()
     _, second = [each for each in events if each["event"] == "attempt_started"]
-    assert second["time"] - stopped < Patience(FLOOR_SECONDS).notice_seconds("step") + 60
+    assert second["time"] - stopped < HangTimeout(FLOOR_SECONDS).notice_seconds("step") + 60
     losses = {}
     for line in lines(log):
         losses.setdefault(line["step"], set()).add(line["loss_hex"])

@@ -144,7 +144,7 @@ STORES = {
 
 @dataclass
 class Story:
-    """What a run saves, as (step, version), over what was `there`; `keep` of KeepLast. At `spoilt` steps
+    """What a run saves, as (step, version), over what was `there`; `keep` of KeepLast. At `nonfinite` steps
     a tensor is NaN. A `Scene`."""
 
     there: dict[int, int]
@@ -152,7 +152,7 @@ class Story:
     keep: int = 2
     options: dict[str, object] = field(default_factory=dict)
     prunes_only: bool = False
-    spoilt: frozenset[int] = frozenset()
+    nonfinite: frozenset[int] = frozenset()
 
     def before(self, world):
         if self.there:
@@ -193,7 +193,7 @@ class Story:
         for step, _ in self.saves:
             if step in held and step not in last:
                 last.append(step)  # committed, and not yet told
-        must = last[-self.keep :] + [step for step in last if step not in self.spoilt][-1:]
+        must = last[-self.keep :] + [step for step in last if step not in self.nonfinite][-1:]
         if not tally.check(all(step in held for step in must), "lost", f"{steps} are there, {must} have to be"):
             return
         versions = self._versions(durable)
@@ -201,7 +201,7 @@ class Story:
             found = loaded(tally, root, step)
             if not tally.check(found in versions[step], "wrong", f"step {step} is {found}, not of {versions[step]}"):
                 return
-        if goes_on_as_a_run(tally, root, steps, versions, spoilt=self.spoilt):
+        if goes_on_as_a_run(tally, root, steps, versions, nonfinite=self.nonfinite):
             tally.survive()
 
     def _versions(self, told):
@@ -219,7 +219,7 @@ RUNS = {
     "save and prune": Story({1: 1, 2: 2}, [(3, 13)], options={"async_save": False}),
     "async saves and prunes": Story({1: 1, 2: 2}, [(3, 13), (4, 14)]),
     "the same step again": Story({1: 1, 2: 2}, [(2, 12)], options={"async_save": False}),
-    "saves that are not finite": Story({1: 1}, [(2, 12), (3, 1013), (4, 1014)], keep=1, spoilt=frozenset({3, 4})),
+    "saves that are not finite": Story({1: 1}, [(2, 12), (3, 1013), (4, 1014)], keep=1, nonfinite=frozenset({3, 4})),
     "prune": Story({1: 1, 2: 2, 3: 3, 4: 4}, [], keep=1, prunes_only=True),
 }
 
@@ -234,8 +234,8 @@ def loaded(tally, root, step):
     return version_of(state)
 
 
-def goes_on_as_a_run(tally, root, steps, versions, stay=(), spoilt=()):
-    """A run restores the newest that is not `spoilt`, saves, prunes, and leaves nothing behind but the steps that
+def goes_on_as_a_run(tally, root, steps, versions, stay=(), nonfinite=()):
+    """A run restores the newest that is not `nonfinite`, saves, prunes, and leaves nothing behind but the steps that
     `stay`."""
     state = blank()
     try:
@@ -244,7 +244,7 @@ def goes_on_as_a_run(tally, root, steps, versions, stay=(), spoilt=()):
             warnings.filterwarnings("ignore", "skipping the checkpoint of step .*: NaN or infinity in tensor x.one")
             with open_run(root, state, async_save=False, retention=ckptman.KeepLast(1)) as run:
                 start = run.restore()
-                expected = next((step for step in reversed(steps) if step not in spoilt), 0)
+                expected = next((step for step in reversed(steps) if step not in nonfinite), 0)
                 if not tally.check(start == expected, "lost", f"restored {start} instead of {expected}"):
                     return False
                 if start and not tally.check(version_of(state) in versions[start], "wrong", f"step {start} is another"):

@@ -154,7 +154,7 @@ def _copies_noted_too_early():
 
 
 def _tiers_are_not_awaited():
-    prune.awaited = lambda *arguments, **options: {}
+    prune.steps_awaiting_drain = lambda *arguments, **options: {}
 
 
 def _finite_ones_may_go():
@@ -166,7 +166,7 @@ def _finite_ones_may_go():
     retention.untouchables = untouchables
 
 
-def _spoilt_ones_are_restored():
+def _nonfinite_ones_are_restored():
     restorer.choose = lambda newest_first, suspects, prefer_finite=True: choose(
         newest_first, suspects, prefer_finite=False
     )
@@ -319,7 +319,7 @@ MUTANTS = {
     "what a tier is to get is noted before it is there": Mutant(_copies_noted_too_early, "copy", ("lost",), 0.1),
     "what a tier is to get may be deleted": Mutant(_tiers_are_not_awaited, "copy", ("lost",), 0.03),
     "the newest finite one may be deleted": Mutant(_finite_ones_may_go, "crash", ("lost",), 0.1),
-    "what is not finite is restored": Mutant(_spoilt_ones_are_restored, "crash", ("lost",), 0.1),
+    "what is not finite is restored": Mutant(_nonfinite_ones_are_restored, "crash", ("lost",), 0.1),
     "older ones are deleted before the new one is durable": Mutant(_pruned_before_the_commit, "kill", ("lost",), 0.1),
     "a failed write is taken for a good one": Mutant(_errors_swallowed, "io", ("lost", "wrong", "other"), 1.0),
     "a save that failed is not told": Mutant(_failed_saves_are_not_told, "disk", ("lost",), 0.5),

@@ -58,17 +58,17 @@ def submit(path, *options):
 class Scene:
     """A chain that is watched: at each look there is at most one attempt that runs, and one job behind it.
 
-    `program`: a word of the command line of its ranks. `strangers`: jobs that are none of the chain.
+    `program`: a word of the command line of its ranks. `unrecognized_entries`: jobs that are none of the chain.
     """
 
     lab: Lab
     chain: Chain
     program: str = counting_run.NAME
-    strangers: set[str] = field(default_factory=set)
+    unrecognized_entries: set[str] = field(default_factory=set)
 
     def look(self):
         """The state of each job of the chain that waits or runs."""
-        queue = {job: state for job, state in self.lab.queue().items() if job not in self.strangers}
+        queue = {job: state for job, state in self.lab.queue().items() if job not in self.unrecognized_entries}
         running = [state for state in queue.values() if state not in ("PENDING", "COMPLETING")]
         waiting = [state for state in queue.values() if state == "PENDING"]
         assert len(running) <= 1, queue
@@ -167,7 +167,7 @@ def requeue(scene, job):
 def preempt(scene, job):
     """By a job of a higher partition that wants all nodes."""
     wants = ("--partition=high", f"--nodes={len(scene.lab.nodes)}", "--exclusive", "--output=/dev/null")
-    scene.strangers.add(scene.lab.ask("sbatch", "--parsable", *wants, "--wrap=sleep 1").strip())
+    scene.unrecognized_entries.add(scene.lab.ask("sbatch", "--parsable", *wants, "--wrap=sleep 1").strip())
 
 
 def kill_a_rank(scene, job):

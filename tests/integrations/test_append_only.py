@@ -15,7 +15,7 @@ from ckptman.storage.format.paths import DOT, run_folder
 from tests.helpers.tracked_run import settle
 
 
-class Kept(AppendOnlyTracker):
+class RecordedStep(AppendOnlyTracker):
     """Keeps what it gets in a list that outlives it."""
 
     _name = "kept"
@@ -53,7 +53,7 @@ def attempt(tmp_path):
 
     def begin(given, step, **more):
         kill()
-        made.append(Kept(given, **more))
+        made.append(RecordedStep(given, **more))
         made[-1].start(TrackedRun("run", tmp_path, 1, step, 1))
         settle(made[-1]._thread)
         return made[-1]
@@ -95,7 +95,7 @@ def test_a_step_is_given_when_a_checkpoint_has_it(attempt, tmp_path):
     assert tracker.end == "finished"
 
 
-class Loading(Kept):
+class Loading(RecordedStep):
     """Its library takes as long as the test wants."""
 
     def __init__(self, given, loaded):

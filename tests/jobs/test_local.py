@@ -95,13 +95,13 @@ def test_the_outcome_wins_over_the_exit_code(tmp_path, returncode, wrote, said):
 
 
 def test_a_chain_that_is_held_starts_no_further_attempt(tmp_path):
-    class Held(Pretended):
+    class LocalShard(Pretended):
         def run_attempt(self, command, env):
             control.hold(chain_record.Chain(Path(env["CKPTMAN_CHAIN"])), 0.0)
             return super().run_attempt(command, env)
 
     told = []
-    with pretending(Held((75, None), (0, None))):
+    with pretending(LocalShard((75, None), (0, None))):
         assert run_chain(["train"], tmp_path / "chain", told.append) == 75
     assert "submit again" in told[-1]
     assert chain_record.Chain(tmp_path / "chain").state.state == "stopped"

@@ -5,15 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptman.errors import ConfigError, IntervalError
-from ckptman.policies.hang_timeout import OPEN_SECONDS, Patience, Progress, ahead_of
+from ckptman.policies.hang_timeout import OPEN_SECONDS, HangTimeout, Progress, ahead_of
 
 seconds = st.floats(0, 1e6)
-patiences = st.builds(Patience, st.floats(0.01, 1e5), st.floats(1, 100))
+patiences = st.builds(HangTimeout, st.floats(0.01, 1e5), st.floats(1, 100))
 kinds = st.sampled_from(["restore", "start", "step", "stage", "save"])
 
 
 def test_the_worked_example_of_the_docs():
-    patience = Patience()
+    patience = HangTimeout()
     assert patience.limit_seconds("step", 4.0) == 600
     assert patience.limit_seconds("step", 420.0) == 1260
     assert patience.limit_seconds("save", 90.0) == patience.limit_seconds("start") == 1800
@@ -55,7 +55,7 @@ def test_it_is_overdue_exactly_after_the_limit_that_was_learnt(patience, doing, 
 
 
 def test_each_kind_of_pause_has_a_limit_of_its_own():
-    progress = Progress(Patience(10.0))
+    progress = Progress(HangTimeout(10.0))
     assert progress.limit_seconds == 30
     progress.beat(29.0, "step", 1)
     assert {doing: longest for doing, longest in progress.longest_seconds.items() if longest} == {"start": 29.0}
@@ -66,7 +66,7 @@ def test_each_kind_of_pause_has_a_limit_of_its_own():
 
 
 def test_a_save_behind_the_training_is_watched_by_itself():
-    progress = Progress(Patience(10.0))
+    progress = Progress(HangTimeout(10.0))
     save = progress.begin(0.0, 7)
     for second in range(30):
         progress.beat(float(second), "step", second)
@@ -84,13 +84,13 @@ def test_a_save_behind_the_training_is_watched_by_itself():
 
 @given(st.floats(40, 1e5))
 def test_it_speaks_before_a_collective_is_aborted(abort_seconds):
-    patience = Patience(speak_seconds=ahead_of(abort_seconds))
+    patience = HangTimeout(speak_seconds=ahead_of(abort_seconds))
     until_all_answer = 2.0 + 4 * patience.look_seconds
     assert patience.speak_seconds + 2 * patience.look_seconds + until_all_answer < abort_seconds - 5
 
 
 def test_a_silence_is_told_once_and_where_a_collective_may_be_waited_for():
-    progress = Progress(Patience(10.0, speak_seconds=4.0))
+    progress = Progress(HangTimeout(10.0, speak_seconds=4.0))
     for now, doing in ((0.0, "start"), (20.0, "step"), (40.0, "stage")):
         progress.beat(now, doing, 1)
         assert progress.late(now + 4.0) is None
@@ -103,7 +103,7 @@ def test_a_silence_is_told_once_and_where_a_collective_may_be_waited_for():
 
 
 def test_a_pause_like_those_before_is_not_told():
-    progress = Progress(Patience(100.0, speak_seconds=4.0))
+    progress = Progress(HangTimeout(100.0, speak_seconds=4.0))
     for step in range(1, 4):
         progress.beat(20.0 * step, "step", step)
     assert progress.late(60.0 + 25.0) is None
@@ -124,4 +124,4 @@ def test_a_pause_like_those_before_is_not_told():
 )
 def test_what_cannot_be_is_refused(arguments, error, told):
     with pytest.raises(error, match=told):
-        Patience(**arguments)
+        HangTimeout(**arguments)

@@ -12,7 +12,7 @@ from ckptman.policies.restore_choice import choose
 class Saved:
     step: int
     complete: bool = True
-    spoilt: str = ""
+    nonfinite_reason: str = ""
 
 
 KINDS = ["good", "incomplete", "nonfinite", "suspect", "both"]

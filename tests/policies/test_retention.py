@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckptman.engine.saving.retention_runner import RetentionRunner
 from ckptman.engine.saving.writer import SaveInfo
 from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
-from ckptman.policies.retention import over_limit, plan, slip, untouchables
+from ckptman.policies.retention import over_limit, plan, policy_mistake, untouchables
 from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.storage.catalog.backends.local import LocalBackend
@@ -100,7 +100,7 @@ def test_what_stays_says_why(records, policy, kept):
 
 def test_what_of_a_checkpoint_a_restore_goes_back_for():
     records = run(4, at20=INFINITE, at30=SPOILT, at40=WEIGHTS)
-    assert [each.spoilt for each in records] == ["", "", "", "tensor model.weight"]
+    assert [each.nonfinite_reason for each in records] == ["", "", "", "tensor model.weight"]
     assert [each.nonfinite for each in records][1::2] == ["metric norm", "metric norm; tensor model.weight"]
     many = replace(records[0], nonfinite_tensors=("a", "b", "c", "d", "e"))
     assert many.nonfinite == "tensors a, b, c and 2 more"
@@ -326,7 +326,7 @@ def with_metrics(*metrics):
 )
 def test_what_is_a_slip(policy, metrics, by_hand, in_the_run):
     for goes_on, expected in ((False, by_hand), (True, by_hand if in_the_run == "the same" else in_the_run)):
-        found = slip(policy, with_metrics(*metrics), 1e6, goes_on=goes_on)
+        found = policy_mistake(policy, with_metrics(*metrics), 1e6, goes_on=goes_on)
         assert expected in found
         assert bool(found) == bool(expected)
 

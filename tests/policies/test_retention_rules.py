@@ -106,8 +106,8 @@ def test_what_a_rule_keeps_and_why(rule, records, reasons):
 def test_a_metric_that_is_not_finite_is_never_best(mode, value):
     records = [*run(10, 20, losses=(value, 7.0)), record(30, 3), record(40, 4, other=0.0)]
     assert set(KeepBest("loss", 4, mode).keeps(records)) == {2}
-    spoilt = replace(record(50, 5, loss=7.0), nonfinite_tensors=("model.weight",))
-    assert set(KeepBest("loss", 4, mode).keeps([*records, spoilt])) == {2}
+    nonfinite_reason = replace(record(50, 5, loss=7.0), nonfinite_tensors=("model.weight",))
+    assert set(KeepBest("loss", 4, mode).keeps([*records, nonfinite_reason])) == {2}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def unconfigured():
     LOGGER.setLevel(logging.NOTSET)
 
 
-class Kept(logging.Handler):
+class RecordedStep(logging.Handler):
     """A handler of a user, of the root logger or of ours."""
 
     def __init__(self, own):
@@ -51,7 +51,7 @@ def test_where_nobody_configured_logging_it_is_shown_once(capsys):
 @of_any
 @unconfigured()
 def test_what_was_configured_before_is_left_alone(own, capsys):
-    kept = Kept(own)
+    kept = RecordedStep(own)
     show_by_default()
     tell("news")
     assert not is_shown()
@@ -67,7 +67,7 @@ def test_what_was_configured_before_is_left_alone(own, capsys):
 def test_what_is_configured_later_takes_over(own, capsys):
     show_by_default()
     tell("before")
-    kept = Kept(own)
+    kept = RecordedStep(own)
     tell("after")
     assert capsys.readouterr().err == "ckptman: before\n"
     assert kept.lines == ["after"]

@@ -164,7 +164,7 @@ def test_an_interval_that_measures_what_a_save_blocks_still_does_so_in_each_atte
         assert saved[0][1] == "first save, to measure its cost"
 
 
-class Held(Disk):
+class LocalShard(Disk):
     """A disk on which nothing becomes durable before it is let go."""
 
     def __init__(self):
@@ -190,7 +190,7 @@ class LettingGo(SavePolicy):
 
 
 def test_a_first_save_that_takes_long_is_not_waited_for_beyond_what_leaves_time_for_the_last(tmp_path):
-    disk = Held()
+    disk = LocalShard()
     first, last = train(tmp_path, 100.5, LettingGo(ckptman.BeforeDeadline(), disk), disk)
     assert first[0] == 1
     assert last == (

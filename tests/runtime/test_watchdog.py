@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from ckptman.errors import EXIT_STALLED
-from ckptman.policies.hang_timeout import Patience
+from ckptman.policies.hang_timeout import HangTimeout
 from ckptman.runtime import watchdog as ending
 from ckptman.runtime.watchdog import Watchdog
 
@@ -84,7 +84,7 @@ def test_a_hang_is_noticed_in_time_and_the_stacks_name_it(is_writable, tmp_path)
         (tmp_path / "stacks.txt").mkdir()
     ended = run(HANGS, tmp_path)
     assert ended.code == EXIT_STALLED == 13
-    assert 0.9 < ended.at - ended.said("hangs") < Patience(1.0).notice_seconds("step") + SLACK_SECONDS
+    assert 0.9 < ended.at - ended.said("hangs") < HangTimeout(1.0).notice_seconds("step") + SLACK_SECONDS
     if is_writable:
         stacks = (tmp_path / "stacks.txt").read_text()
         assert "in read_from_a_dead_mount" in stacks
@@ -149,7 +149,7 @@ say("goes on")
     with subprocess.Popen(command(body), cwd=tmp_path, **pipes, text=True) as process:
         assert process.stdout.readline().startswith("begins")
         process.send_signal(signal.SIGSTOP)
-        time.sleep(Patience(2.0).notice_seconds("step") + 0.5)  # what passes is what is tested; the backstop has 4 s
+        time.sleep(HangTimeout(2.0).notice_seconds("step") + 0.5)  # what passes is what is tested; the backstop has 4 s
         process.send_signal(signal.SIGCONT)
         out, err = process.communicate("\n", timeout=240)
     assert process.returncode == 0, err
@@ -180,7 +180,7 @@ say("ends")
 
 def test_off_closed_or_thrown_away_it_has_no_thread():
     before = set(threading.enumerate())
-    off, closed, dropped = (Watchdog(patience, never) for patience in (None, Patience(1.0), Patience(1.0)))
+    off, closed, dropped = (Watchdog(patience, never) for patience in (None, HangTimeout(1.0), HangTimeout(1.0)))
     off.start()
     assert not off.watching
     assert set(threading.enumerate()) == before
@@ -211,7 +211,7 @@ def looking(patience):
 
 
 def test_a_long_save_or_evaluation_within_its_allowance_is_no_stall():
-    with looking(Patience(10.0)) as (watchdog, found):
+    with looking(HangTimeout(10.0)) as (watchdog, found):
         watchdog.beat("step", 1)
         for _ in range(19):  # an evaluation of 9.5 s
             assert not watchdog.look(0.5)
@@ -231,7 +231,7 @@ def test_a_long_save_or_evaluation_within_its_allowance_is_no_stall():
     ids=["an evaluation with signs of life", "time in which the process did not run"],
 )
 def test_what_is_no_stall(beats, looks, passed_seconds, counted_seconds):
-    with looking(Patience(10.0)) as (watchdog, found):
+    with looking(HangTimeout(10.0)) as (watchdog, found):
         for step in range(beats):
             watchdog.beat("step", step)
             for _ in range(looks):

@@ -10,7 +10,7 @@ import torch
 
 import ckptman
 from ckptman.errors import ConfigError
-from ckptman.policies.hang_timeout import Patience, Progress
+from ckptman.policies.hang_timeout import HangTimeout, Progress
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import OUTCOME_ENV, reported_nodes
 from ckptman.session import run_health
@@ -184,7 +184,7 @@ def test_work_on_a_device_counts_once_it_is_done_and_nobody_waits(tmp_path, monk
 
 
 def test_what_is_not_training_is_known_by_the_signs_of_life():
-    progress = Progress(Patience())
+    progress = Progress(HangTimeout())
     assert progress.training == (None, 0)  # before the first step
     progress.beat(0.0, "step", 1)
     assert progress.training == (1, 0)

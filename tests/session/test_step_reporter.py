@@ -18,7 +18,7 @@ from ckptman.errors import ConfigError
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
 from ckptman.session import step_reporter, tracker_threads
-from ckptman.session.tracker_threads import Behind
+from ckptman.session.tracker_threads import TrackerQueue
 from ckptman.storage.format.paths import journal_path, outcome_path
 from tests.helpers.fake_device import fake_devices
 from tests.helpers.tracked_run import drain, settle
@@ -306,7 +306,7 @@ def test_an_error_without_a_text_is_told_of_by_its_name(tmp_path, caplog):
 
 def test_what_waits_is_bounded_by_its_numbers(monkeypatch):
     monkeypatch.setattr(tracker_threads, "MOST_NUMBERS", 10)
-    thread, got = Behind("a test"), list[int]()
+    thread, got = TrackerQueue("a test"), list[int]()
     thread.put(got.append, 0)  # no step: it is not dropped
     for step in (1, 2, 3, 4):
         thread.put(got.append, step, numbers=4)
@@ -320,7 +320,7 @@ def test_what_waits_is_bounded_by_its_numbers(monkeypatch):
 
 
 def test_a_thread_that_was_left_makes_no_further_call():
-    thread, begun, leave, got = Behind("a test"), threading.Event(), threading.Event(), list[int]()
+    thread, begun, leave, got = TrackerQueue("a test"), threading.Event(), threading.Event(), list[int]()
 
     def hang():
         begun.set()

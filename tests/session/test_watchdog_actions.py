@@ -23,12 +23,12 @@ from ckptman.engine.comm.hang_report import HangReport
 from ckptman.errors import EXIT_STALLED, ConfigError
 from ckptman.policies import hang_timeout
 from ckptman.policies.crash_loop import crashes_of
-from ckptman.policies.hang_timeout import Patience
+from ckptman.policies.hang_timeout import HangTimeout
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
 from ckptman.runtime.watchdog import Watchdog
 from ckptman.session import watchdog_actions
-from ckptman.session.watchdog_actions import patience_of
+from ckptman.session.watchdog_actions import hang_timeout_of
 from ckptman.storage.format.paths import journal_path, outcome_path, stacks_path
 from ckptman.storage.io.durable_files import Disk
 from ckptman.train.launch import Launch
@@ -39,7 +39,7 @@ from tests.helpers.other_client import other_client
 from tests.helpers.ranks import run_ranks, say, start_ranks
 
 FLOOR_SECONDS = 3.0
-PATIENCE = Patience(FLOOR_SECONDS)
+PATIENCE = HangTimeout(FLOOR_SECONDS)
 STATED_SECONDS = PATIENCE.notice_seconds("step") + 2 + 4 * PATIENCE.look_seconds
 """Until it is noticed, and until all ranks that can answer have."""
 SLACK_SECONDS = 15.0
@@ -181,7 +181,7 @@ def test_a_save_that_hangs_behind_the_training_is_noticed(tmp_path):
         world.await_message(0, "hangs")
         begun = time.monotonic()
         assert await_end(world, 0) == 13
-        assert time.monotonic() - begun < Patience(1.0).notice_seconds("save") + SLACK_SECONDS
+        assert time.monotonic() - begun < HangTimeout(1.0).notice_seconds("save") + SLACK_SECONDS
     reason = outcome_of(tmp_path).reason
     assert "(limit 3.0 s) from the save of step 2 in the background; there is one rank" in reason
     assert "in write_at" in stacks_path(tmp_path, 1, 0).read_text()
@@ -209,21 +209,21 @@ def test_a_file_system_that_does_not_answer_before_the_run_begins(tmp_path, capf
     ("setting", "ranks", "environ", "patience"),
     [
         ("auto", 1, {}, None),
-        ("auto", 2, {}, Patience(600.0)),
-        ("auto", 1, {"CKPTMAN_ATTEMPT": "2"}, Patience(600.0)),
+        ("auto", 2, {}, HangTimeout(600.0)),
+        ("auto", 1, {"CKPTMAN_ATTEMPT": "2"}, HangTimeout(600.0)),
         (None, 8, {"CKPTMAN_ATTEMPT": "2"}, None),
-        (20, 1, {}, Patience(20.0)),
-        (Patience(5, 9), 1, {}, Patience(5, 9)),
+        (20, 1, {}, HangTimeout(20.0)),
+        (HangTimeout(5, 9), 1, {}, HangTimeout(5, 9)),
     ],
 )
 def test_what_the_setting_means(setting, ranks, environ, patience):
-    assert patience_of(setting, ranks, environ) == patience
+    assert hang_timeout_of(setting, ranks, environ) == patience
 
 
 def test_settings_that_cannot_be():
     for wrong in ("on", True, [600]):
         with pytest.raises(ConfigError, match="watchdog is the seconds"):
-            patience_of(wrong, 2, {})
+            hang_timeout_of(wrong, 2, {})
     with pytest.raises(ConfigError, match="floor_seconds must be a finite number above 0, not -1"):
         Checkpointer("nowhere", {"a": 1}, watchdog=-1)
 
@@ -254,31 +254,31 @@ def test_the_watchdog_speaks_before_nccl(tmp_path):
     with Checkpointer(tmp_path, {"a": 1}, deadline=None) as checkpointer:
         patience = checkpointer._watchdog.patience
         assert patience is not None
-        assert patience == Patience(555.0, speak_seconds=555.0)
+        assert patience == HangTimeout(555.0, speak_seconds=555.0)
     (event,) = [each for each in read_journal(journal_path(tmp_path))[0] if each["event"] == "watchdog"]
     assert (event["floor_seconds"], event["factor"], event["speak_seconds"]) == (555, 3, 555)
 
 
 @pytest.mark.usefixtures("nccl")
-@pytest.mark.parametrize("setting", [900, Patience(900.0)])
+@pytest.mark.parametrize("setting", [900, HangTimeout(900.0)])
 def test_a_limit_of_the_user_stays(tmp_path, setting):
     with Checkpointer(tmp_path, {"a": 1}, deadline=None, watchdog=setting) as checkpointer:
         checkpointer.restore()
-        assert checkpointer._watchdog.patience == Patience(900.0, speak_seconds=555.0)
+        assert checkpointer._watchdog.patience == HangTimeout(900.0, speak_seconds=555.0)
 
 
 @pytest.mark.parametrize(
     ("abort_seconds", "floor", "speak"), [(10.0, 555, 5), (300.0, 555, 255), (600.0, 555, 555), (7200.0, 600, 7155)]
 )
 def test_groups_that_wait_for_less_end_no_step_earlier(abort_seconds, floor, speak):
-    assert patience_of("auto", 2, {}, abort_seconds) == Patience(floor, speak_seconds=speak)
+    assert hang_timeout_of("auto", 2, {}, abort_seconds) == HangTimeout(floor, speak_seconds=speak)
 
 
 def train_and_listen(root):
     """What the watchdog of this rank says, whose limit is far away, while rank 1 stands still for a while."""
     app, said = App((2,)), Path(root, f"said-{dist.get_rank()}")
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
-    with Checkpointer(root, app.state, deadline=None, watchdog=Patience(600.0, speak_seconds=2.0)) as checkpointer:
+    with Checkpointer(root, app.state, deadline=None, watchdog=HangTimeout(600.0, speak_seconds=2.0)) as checkpointer:
         for step in range(checkpointer.restore() + 1, 4):
             if step == 3 and dist.get_rank() == 1:
                 say("hangs")

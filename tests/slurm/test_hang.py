@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 
-from ckptman.policies.hang_timeout import Patience
+from ckptman.policies.hang_timeout import HangTimeout
 from ckptman.runtime.journal import read_journal
 from ckptman.storage.format.paths import journal_path, stacks_path
 from tests.helpers.forkserver import worker_of
 from tests.slurm.bundled import begin, check, script, trains
 
-PATIENCE = Patience(5.0)
+PATIENCE = HangTimeout(5.0)
 SILENT_SECONDS = 2.0 + 4 * PATIENCE.look_seconds
 """For so long the ranks that are left wait for the answer of one that is silent."""
 LAST_SECONDS = 120.0

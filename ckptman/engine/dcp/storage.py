@@ -40,7 +40,7 @@ from ckptman.engine.saving.index_writer import IndexWriter, RankResult, write_sm
 from ckptman.engine.saving.refused_values import warn_of_refused
 from ckptman.engine.saving.write_plan import Described, lay_out, make_rows, refuse_meta
 from ckptman.engine.saving.writer import Draft, SaveInfo, write_rank_files
-from ckptman.engine.state.file_layout import Image, Layout, Placed, pickled
+from ckptman.engine.state.file_layout import Image, Layout, PlacedBytes, pickled
 from ckptman.engine.state.local_shards import is_plain
 from ckptman.engine.state.named_state import Snapshot, snapshot_of
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError
@@ -297,7 +297,7 @@ def _is_as_described(item: WriteItem, tensor: torch.Tensor) -> bool:
 
 def _lay_out(
     plan: SavePlan, planner: SavePlanner, encoded: Container[str]
-) -> tuple[Image, list[tuple[WriteItem, Placed]]]:
+) -> tuple[Image, list[tuple[WriteItem, PlacedBytes]]]:
     """Lay out what a rank writes. What has to be pickled, and a load will refuse, is told by a warning: all but what is
     `encoded` too."""
     plain: list[tuple[WriteItem, torch.Tensor]] = []
@@ -326,7 +326,7 @@ def _lay_out(
     return Image([*literals, *layout.literals, *payloads]), placed
 
 
-def _describe(placed: list[tuple[WriteItem, Placed]]) -> tuple[tuple[Described, ...], bytes]:
+def _describe(placed: list[tuple[WriteItem, PlacedBytes]]) -> tuple[tuple[Described, ...], bytes]:
     tensors: dict[str, Described] = {}
     entries = []
     for item, at in placed:
@@ -342,7 +342,9 @@ def _describe(placed: list[tuple[WriteItem, Placed]]) -> tuple[tuple[Described, 
     )
 
 
-def _units(snapshot: Snapshot, placed: list[tuple[WriteItem, Placed]], with_bare_units: bool) -> list[dict[str, Any]]:
+def _units(
+    snapshot: Snapshot, placed: list[tuple[WriteItem, PlacedBytes]], with_bare_units: bool
+) -> list[dict[str, Any]]:
     # Of all ranks that hold a part of an entry, the one that writes its first part tells what it is.
     firsts = {
         item.index.fqn

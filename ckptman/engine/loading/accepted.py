@@ -36,7 +36,7 @@ class Skipped(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AllowedMismatches:
     """Patterns of what may be missing in a checkpoint, and of what may be unexpected in it.
 
     A pattern names an entry (`schedule`, `model.head`) and all that is under it; `*`, `?` and `[...]` are as in file
@@ -47,12 +47,12 @@ class Accepted:
     unexpected: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, missing: object, unexpected: object) -> Accepted:
+    def of(cls, missing: object, unexpected: object) -> AllowedMismatches:
         """Return the patterns that a user gave. Raises: ConfigError."""
         return cls(_patterns("missing", missing), _patterns("unexpected", unexpected))
 
     @staticmethod
-    def refuse_unlike(given: Sequence[Accepted]) -> None:
+    def refuse_unlike(given: Sequence[AllowedMismatches]) -> None:
         """Refuse other patterns on another rank. Raises: ConfigError."""
         for rank, each in enumerate(given):
             if each != given[0]:

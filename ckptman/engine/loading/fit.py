@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
-from ckptman.engine.loading.accepted import Accepted, matches, matches_any
+from ckptman.engine.loading.accepted import AllowedMismatches, matches, matches_any
 from ckptman.engine.loading.checkpoint_reader import Lazy, SavedState, resolve
 from ckptman.engine.loading.optimizer_fit import (
     conflict,
@@ -128,7 +128,7 @@ class Fit:
     """
 
     def __init__(
-        self, state: State, saved: SavedState, rank: int, accepted: Accepted, *, strict: bool, verify: bool
+        self, state: State, saved: SavedState, rank: int, accepted: AllowedMismatches, *, strict: bool, verify: bool
     ) -> None:
         self._state, self._saved, self._rank, self._strict, self._verify = state, saved, rank, strict, verify
         self._accepted = accepted

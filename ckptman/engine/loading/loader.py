@@ -11,7 +11,14 @@ import torch
 
 from ckptman.engine.comm.control_group import Channel, Contribution, RankFailed
 from ckptman.engine.comm.frozen import agree_on_frozen
-from ckptman.engine.loading.accepted import EVERYTHING, Accepted, Skipped, matches_any, names_nothing, patterns_of
+from ckptman.engine.loading.accepted import (
+    EVERYTHING,
+    AllowedMismatches,
+    Skipped,
+    matches_any,
+    names_nothing,
+    patterns_of,
+)
 from ckptman.engine.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.engine.loading.exchange import SharedReads
 from ckptman.engine.loading.fit import Fit, FitReport, Part, State, name_as
@@ -41,7 +48,7 @@ def load(
     channel: Channel,
     state: State,
     folder: Path,
-    accepted: Accepted,
+    accepted: AllowedMismatches,
     *,
     strict: bool = True,
     verify: bool = True,
@@ -121,7 +128,7 @@ def _read_on_all(channel: Channel, state: State, folder: Path, others: OtherWeig
 
 
 def _match_on_all(
-    channel: Channel, fit: Fit, folder: Path, accepted: Accepted, strict: bool, together: SharedReads | None
+    channel: Channel, fit: Fit, folder: Path, accepted: AllowedMismatches, strict: bool, together: SharedReads | None
 ) -> Skipped:
     """See on all ranks whether a checkpoint fits, but for what is accepted, which is returned.
 
@@ -158,7 +165,7 @@ def _match_on_all(
         differing = [*missing, *unexpected, *(line.partition(": ")[0] for line in mismatched)]
         given = accepted.unexpected if strict or accepted.unexpected != EVERYTHING else ()
         accepts = channel.run_on_leader(
-            lambda: Accepted(
+            lambda: AllowedMismatches(
                 (*accepted.missing, *patterns_of(missing, found.wanted)),
                 (*(each for each in given if each in found.known), *patterns_of(unexpected, fit.saved_names())),
             )

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptman._torch_compat import StorageInfo
-from ckptman.engine.saving.stale_saves import Seen
+from ckptman.engine.saving.stale_saves import RankEvidence
 from ckptman.engine.saving.write_plan import Described
 from ckptman.runtime.health.rank_report import RankHealth
 from ckptman.storage.format.chunk_table import Chunks, ChunkTable, Ints, Rows, TensorRecord, assemble, unpack
@@ -78,7 +78,7 @@ class RankResult:
     units: list[dict[str, Any]] = field(default_factory=list)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     buffered_because: str | None = None
-    seen: Seen | None = None
+    seen: RankEvidence | None = None
     nonfinite: tuple[str, ...] = ()
     health: RankHealth | None = None
     tied: list[list[str]] = field(default_factory=list)

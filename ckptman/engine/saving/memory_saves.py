@@ -174,7 +174,7 @@ class MemorySaves:
         try:
             return task.result(), ""
         except Exception as error:  # noqa: BLE001 whatever it is, the disk has what counts
-            if isinstance(error, RankFailed) and isinstance(error.failure.error, _SpoiltError):
+            if isinstance(error, RankFailed) and isinstance(error.failure.error, _NonfiniteError):
                 return None, str(error.failure.error)
             self._failures += 1
             self._again_at = time.monotonic() + RETRY_SECONDS
@@ -323,20 +323,24 @@ class _MemoryDraft(Draft):
 
     def commit(self, files: dict[str, FileRecord], world_size: int, nonfinite: Nonfinite | None = None) -> None:
         manifest = self._manifest(files, world_size, nonfinite)
-        if (spoilt := _spoilt(manifest)) and self._before is not None and not _spoilt(self._before):
-            raise _SpoiltError(f"NaN or infinity in {spoilt}: the one before stays in memory")
+        if (
+            (nonfinite_reason := _nonfinite_reason(manifest))
+            and self._before is not None
+            and not _nonfinite_reason(self._before)
+        ):
+            raise _NonfiniteError(f"NaN or infinity in {nonfinite_reason}: the one before stays in memory")
         self.data = manifest.to_json()
 
     def abandon(self) -> None:
         """Do nothing: each node removes its own."""
 
 
-class _SpoiltError(CkptmanError):
+class _NonfiniteError(CkptmanError):
     """What is not finite does not take the place of what is."""
 
 
-def _spoilt(manifest: Manifest) -> str:
-    return Entry(manifest.step, Path(), manifest).spoilt
+def _nonfinite_reason(manifest: Manifest) -> str:
+    return Entry(manifest.step, Path(), manifest).nonfinite_reason
 
 
 class _MemoryWriter(CheckpointWriter):

@@ -13,7 +13,7 @@ from typing import Literal
 
 from ckptman.engine.saving.writer import SaveInfo
 from ckptman.errors import warn_only
-from ckptman.policies.retention import keeps_any, slip
+from ckptman.policies.retention import keeps_any, policy_mistake
 from ckptman.policies.retention_rules import Record, RetentionPolicy, in_bytes, needs_capacity
 from ckptman.runtime.journal import Journal
 from ckptman.storage.catalog.backends.local import LocalBackend
@@ -134,7 +134,7 @@ class RetentionRunner:
         pending = set(self._remover.pending)  # before the folder is read: what is in it may be gone after that
         plan = planned(self._policy, coming=coming)
         records = [*(each.record for each in plan.verdicts), *([coming] if coming is not None else [])]
-        if plan.deletions and (cause := slip(self._policy, records, time.time(), goes_on=True)):
+        if plan.deletions and (cause := policy_mistake(self._policy, records, time.time(), goes_on=True)):
             # Where other rules keep some, a metric may well come later, and until then the disk would fill up.
             if keeps_any(self._policy, records, time.time()):
                 self._warn_once(f"older checkpoints are pruned by the other rules alone: {cause}")

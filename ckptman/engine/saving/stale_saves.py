@@ -22,7 +22,7 @@ from xxhash import xxh3_128
 
 from ckptman._torch_compat import full_names
 from ckptman.engine.saving.write_plan import RankFile
-from ckptman.engine.state.file_layout import Image, Placed
+from ckptman.engine.state.file_layout import Image, PlacedBytes
 from ckptman.engine.state.named_state import Snapshot
 from ckptman.engine.state.trainable import module_of
 from ckptman.storage.io.checksums import BLOCK_BYTES, DIGEST_BYTES
@@ -32,7 +32,7 @@ Range = tuple[int, int]
 """Begin and end, in bytes of the data file."""
 
 
-class Seen(NamedTuple):
+class RankEvidence(NamedTuple):
     """What a rank, or all of them, saw of the parameters it wrote: `same`, all are those of the save before; how many
     there are, and the names of a few."""
 
@@ -57,7 +57,7 @@ class _Places:
     names: tuple[str, ...]
 
 
-class Watch(NamedTuple):
+class ParameterFingerprint(NamedTuple):
     """What the training thread knows when a save begins.
 
     `places` of the parameters, None where this rank writes none; `updates`: optimizer steps so far, None where nobody
@@ -106,10 +106,12 @@ class StaleSaves:
         self._places: tuple[RankFile, _Places | None] | None = None
         self._last: tuple[RankFile, bytes] | None = None
         self._next: tuple[RankFile, bytes] | None = None
-        self._last_watch: Watch | None = None
+        self._last_watch: ParameterFingerprint | None = None
         self._warned = False
 
-    def watch(self, step: int, file: RankFile, snapshot: Snapshot, state: Mapping[str, Any], updates: int) -> Watch:
+    def watch(
+        self, step: int, file: RankFile, snapshot: Snapshot, state: Mapping[str, Any], updates: int
+    ) -> ParameterFingerprint:
         """Note what is known when a save begins, in the training thread. `updates`: optimizer steps so far."""
         optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
         if self._places is None or self._places[0] is not file:
@@ -119,9 +121,11 @@ class StaleSaves:
             self._places = file, places
         rates = [group["lr"] for each in optimizers for group in each.param_groups if "lr" in group]
         resting = bool(rates) and all(map(_is_zero, rates))
-        return Watch(step, self._places[1], updates if optimizers else None, resting)
+        return ParameterFingerprint(step, self._places[1], updates if optimizers else None, resting)
 
-    def compare(self, watch: Watch | None, image: Image, pickled: Sequence[Placed], blocks: bytes) -> Seen | None:
+    def compare(
+        self, watch: ParameterFingerprint | None, image: Image, pickled: Sequence[PlacedBytes], blocks: bytes
+    ) -> RankEvidence | None:
         """Compare what was just written with the save before. `blocks`: digests of the file; None: nothing to see."""
         self._next = None
         if watch is None or watch.places is None:
@@ -132,13 +136,13 @@ class StaleSaves:
         except Exception:  # noqa: BLE001 the checkpoint is good, whatever is wrong with looking at it
             return None
         same = self._last is not None and self._last[0] is places.file and self._last[1] == self._next[1]
-        return Seen(same, places.tensors, places.names)
+        return RankEvidence(same, places.tensors, places.names)
 
     def committed(self) -> None:
         """Compare later saves with this one."""
         self._last = self._next
 
-    def judge(self, now: Watch | None, parts: Sequence[Seen | None]) -> Stale | None:
+    def judge(self, now: ParameterFingerprint | None, parts: Sequence[RankEvidence | None]) -> Stale | None:
         """Say whether a save is stale, after its commit, by what each rank saw. Leader only."""
         if now is None:
             return None
@@ -152,13 +156,13 @@ class StaleSaves:
         return Stale(now.step, last.step, updates, seen.tensors, seen.names, first)
 
 
-def _seen_by_all(parts: Iterable[Seen | None]) -> Seen | None:
+def _seen_by_all(parts: Iterable[RankEvidence | None]) -> RankEvidence | None:
     """Return what the ranks saw together; None: none of them wrote a parameter."""
     seen = [each for each in parts if each is not None]
     if not seen:
         return None
     names = dict.fromkeys(name for each in seen for name in each.names)
-    return Seen(all(each.same for each in seen), sum(each.tensors for each in seen), tuple(names)[:_NAMED])
+    return RankEvidence(all(each.same for each in seen), sum(each.tensors for each in seen), tuple(names)[:_NAMED])
 
 
 def _parameter_names(state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> set[str]:
@@ -203,7 +207,7 @@ def _find(file: RankFile, names: Collection[str]) -> _Places | None:
     return _Places(file, np.concatenate(blocks), ends, pickled, len(begun), tuple(biggest))
 
 
-def _digest_of(watched: _Places, image: Image, pickled: Sequence[Placed], blocks: bytes) -> bytes:
+def _digest_of(watched: _Places, image: Image, pickled: Sequence[PlacedBytes], blocks: bytes) -> bytes:
     """Return a digest of all that is watched, from the digests of the blocks of the file and from its image."""
     hasher = xxh3_128(np.frombuffer(blocks, f"V{DIGEST_BYTES}")[watched.blocks].tobytes())
     places = [pickled[number] for number in watched.pickled]

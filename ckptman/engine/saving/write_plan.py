@@ -19,7 +19,7 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.engine.comm.control_group import AllRanks, Channel, Contribution, failing_as_one
-from ckptman.engine.state.file_layout import LARGE_BYTES, Layout, Placed, in_order
+from ckptman.engine.state.file_layout import LARGE_BYTES, Layout, PlacedBytes, in_order
 from ckptman.engine.state.local_shards import (
     Box,
     Shared,
@@ -40,7 +40,7 @@ Described = tuple[str, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalShard:
     """A box of a tensor that this rank holds: number `part` of its local parts. `cut`: replicas may share it."""
 
     name: str
@@ -55,7 +55,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Piece:
+class WritePiece:
     """A box that this rank writes: it begins at row `row` of the local part number `part`."""
 
     name: str
@@ -77,7 +77,7 @@ class WritePlan:
     signature: int
     tensors: tuple[Described, ...] = ()
     own_tensors: tuple[Described, ...] = ()
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[WritePiece, ...] = ()
     objects: tuple[str, ...] = ()
     units: tuple[int, ...] = ()
     own_units: tuple[int, ...] = ()
@@ -181,7 +181,7 @@ def plan_for(snapshot: Snapshot, tables: Sequence[NameTable], rank: int) -> Writ
             if (len(ranks) > 1 or count > 1) and not box.is_empty:
                 shared.append(Shared(name, box, part, ranks.index(rank), len(ranks), number, count))
             if number == 0:  # the ranks of one mesh write, for all that have it on others
-                held.append(Held(name, box, memory.dtype.itemsize, part, is_plain(memory) and not whole))
+                held.append(LocalShard(name, box, memory.dtype.itemsize, part, is_plain(memory) and not whole))
     units = [number for number, unit in enumerate(snapshot.units) if unit.state not in snapshot.own]
     return WritePlan(
         signature=signature_of(snapshot),
@@ -197,20 +197,20 @@ def plan_for(snapshot: Snapshot, tables: Sequence[NameTable], rank: int) -> Writ
     )
 
 
-def divide(held: Iterable[Held], rank: int) -> list[Piece]:
+def divide(held: Iterable[LocalShard], rank: int) -> list[WritePiece]:
     """Return the pieces that fall to `rank`: all who hold the same boxes share them evenly, by bytes.
 
     Laid end to end, the boxes of one set of holders make a line of bytes, and each holder gets the same length of it.
     Where the end of a length lies inside a large box, the box is cut between two rows.
     """
-    groups: dict[tuple[int, ...], list[Held]] = {}
+    groups: dict[tuple[int, ...], list[LocalShard]] = {}
     pieces = []
     for each in held:
         holders = each.box.holders or (rank,)
         if each.box.is_empty or not each.cut or len(holders) == 1:
             # A tensor without elements is written once too, so that readers find it.
             if holders[0] == rank and (not each.box.is_empty or not any(each.box.offsets)):
-                pieces.append(Piece(each.name, each.box.offsets, each.box.sizes, each.part))
+                pieces.append(WritePiece(each.name, each.box.offsets, each.box.sizes, each.part))
         else:
             groups.setdefault(holders, []).append(each)
     for holders, group in groups.items():
@@ -218,7 +218,7 @@ def divide(held: Iterable[Held], rank: int) -> list[Piece]:
     return pieces
 
 
-def _length_of_line(line: list[Held], holders: tuple[int, ...], rank: int) -> list[Piece]:
+def _length_of_line(line: list[LocalShard], holders: tuple[int, ...], rank: int) -> list[WritePiece]:
     number, total = holders.index(rank), sum(each.bytes for each in line)
     low, high = total * number // len(holders), total * (number + 1) // len(holders)
     pieces, start = [], 0
@@ -226,13 +226,13 @@ def _length_of_line(line: list[Held], holders: tuple[int, ...], rank: int) -> li
         end = start + each.bytes
         if each.bytes < LARGE_BYTES or not each.box.sizes:
             if low <= (start + end) // 2 < high:
-                pieces.append(Piece(each.name, each.box.offsets, each.box.sizes, each.part))
+                pieces.append(WritePiece(each.name, each.box.offsets, each.box.sizes, each.part))
         else:
             rows = each.box.sizes[0]
             first, last = (min(max(round((edge - start) * rows / each.bytes), 0), rows) for edge in (low, high))
             if first < last:
                 offsets = (each.box.offsets[0] + first, *each.box.offsets[1:])
-                pieces.append(Piece(each.name, offsets, (last - first, *each.box.sizes[1:]), each.part, first))
+                pieces.append(WritePiece(each.name, offsets, (last - first, *each.box.sizes[1:]), each.part, first))
         start = end
     return pieces
 
@@ -311,9 +311,9 @@ class RankFile:
     """
 
     plan: WritePlan
-    pieces: tuple[Piece, ...]
-    places: tuple[Placed, ...]
-    pickled: tuple[Piece, ...]
+    pieces: tuple[WritePiece, ...]
+    places: tuple[PlacedBytes, ...]
+    pickled: tuple[WritePiece, ...]
     literals: tuple[tuple[int, bytes], ...]
     end: int
 
@@ -325,7 +325,7 @@ class RankFile:
         """Return name and memory of each piece that is pickled."""
         return zip((piece.name for piece in self.pickled), memory_of(self.pickled, snapshot.tensors))
 
-    def rows(self, pickled: Sequence[Placed]) -> Rows:
+    def rows(self, pickled: Sequence[PlacedBytes]) -> Rows:
         """Return the rows of the chunk table for everything in the file, given where the pickled ones are this time."""
         described = [*self.plan.tensors, *self.plan.own_tensors]
         number = {name: i for i, (name, _, _) in enumerate(described)}
@@ -335,7 +335,7 @@ class RankFile:
         )
 
 
-def make_rows(entries: Iterable[tuple[int, Sequence[int], Sequence[int], Placed]]) -> Rows:
+def make_rows(entries: Iterable[tuple[int, Sequence[int], Sequence[int], PlacedBytes]]) -> Rows:
     """Return rows of the chunk table: tensor number, box, and where it is."""
     rows: dict[int, list[list[int]]] = {}
     for number, offsets, sizes, place in entries:
@@ -369,7 +369,7 @@ def refuse_meta(tensor: torch.Tensor, name: str) -> None:
 
 def lay_out(
     tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]],
-) -> tuple[list[int], tuple[Placed, ...], tuple[tuple[int, bytes], ...], int]:
+) -> tuple[list[int], tuple[PlacedBytes, ...], tuple[tuple[int, bytes], ...], int]:
     """Return places for tensors of these dtypes and shapes: their order in the file, the places in that order, the
     bytes around them, and where the last page of them ends."""
     layout = Layout()
@@ -378,7 +378,7 @@ def lay_out(
     return order, places, tuple(layout.literals), layout.page_end()
 
 
-def memory_of(pieces: Sequence[Piece], tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+def memory_of(pieces: Sequence[WritePiece], tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return the memory that this rank writes for each piece, not copied."""
     known: dict[str, list[torch.Tensor]] = {}
     found = []

@@ -23,9 +23,9 @@ from ckptman.engine.comm.control_group import Channel
 from ckptman.engine.saving.finite_check import MOST_NAMES, FiniteCheck, OnNonfinite
 from ckptman.engine.saving.index_writer import IndexWriter, RankResult, write_small
 from ckptman.engine.saving.staging import Staged
-from ckptman.engine.saving.stale_saves import Stale, StaleSaves, Watch
+from ckptman.engine.saving.stale_saves import ParameterFingerprint, Stale, StaleSaves
 from ckptman.engine.saving.write_plan import RankFile, memory_of
-from ckptman.engine.state.file_layout import Image, Layout, Placed, pickled
+from ckptman.engine.state.file_layout import Image, Layout, PlacedBytes, pickled
 from ckptman.engine.state.named_state import Snapshot
 from ckptman.errors import ConfigError, ExistsError, RootError
 from ckptman.policies.retention_rules import nonfinite_text, time_to_store
@@ -100,7 +100,7 @@ class Content:
     units: list[dict[str, Any]] = field(default_factory=list)
     own_units: list[dict[str, Any]] = field(default_factory=list)
     tied: list[list[str]] = field(default_factory=list)
-    watch: Watch | None = None
+    watch: ParameterFingerprint | None = None
     finite: FiniteCheck | None = None
 
     @classmethod
@@ -109,7 +109,7 @@ class Content:
         snapshot: Snapshot,
         file: RankFile,
         tensors: Staged | Sequence[torch.Tensor],
-        watch: Watch | None = None,
+        watch: ParameterFingerprint | None = None,
         finite: FiniteCheck | None = None,
     ) -> Content:
         """Return the content of a snapshot. Nothing in it but `tensors` changes with the state, if they are staged."""
@@ -127,7 +127,7 @@ class Content:
             finite,
         )
 
-    def image(self) -> tuple[Image, list[Placed], dict[str, tuple[int, int]]]:
+    def image(self) -> tuple[Image, list[PlacedBytes], dict[str, tuple[int, int]]]:
         """Return the data file as it will be, with the places of the pickled tensors and objects in it. Waits until
         what is staged is copied."""
         if isinstance(self.tensors, Staged):
@@ -301,7 +301,9 @@ class CheckpointWriter:
         """Have a data file that is durable read into the page cache, in place of the one before."""
         self._process.keep_cached(path)
 
-    def watch(self, step: int, file: RankFile, snapshot: Snapshot, state: Mapping[str, Any], updates: int) -> Watch:
+    def watch(
+        self, step: int, file: RankFile, snapshot: Snapshot, state: Mapping[str, Any], updates: int
+    ) -> ParameterFingerprint:
         """Note what is known of the parameters when a save begins, in the training thread, to see whether a save holds
         anything new. `updates`: optimizer steps so far."""
         return self._stale_saves.watch(step, file, snapshot, state, updates)

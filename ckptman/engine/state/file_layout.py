@@ -168,7 +168,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedBytes:
     """Where a container lies in its file. `payload`: where its payload begins; -1: only torch.load can tell."""
 
     offset: int
@@ -183,7 +183,7 @@ class Layout:
     end: int = 0
     literals: list[tuple[int, bytes]] = field(default_factory=list)
 
-    def add_tensor(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> Placed:
+    def add_tensor(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> PlacedBytes:
         """Make room for a contiguous tensor."""
         frame = frame_of(dtype, sizes)
         align = ALIGN_BYTES if frame.payload_bytes >= LARGE_BYTES else SMALL_ALIGN_BYTES
@@ -192,14 +192,14 @@ class Layout:
         self.literals.append((offset, frame.head))
         self.literals.append((payload + frame.payload_bytes, frame.tail))
         self.end = offset + frame.size_bytes
-        return Placed(offset, frame.size_bytes, payload)
+        return PlacedBytes(offset, frame.size_bytes, payload)
 
-    def add_bytes(self, data: bytes) -> Placed:
+    def add_bytes(self, data: bytes) -> PlacedBytes:
         """Make room for bytes that are known."""
         offset = _up(self.end, SMALL_ALIGN_BYTES)
         self.literals.append((offset, data))
         self.end = offset + len(data)
-        return Placed(offset, len(data))
+        return PlacedBytes(offset, len(data))
 
     def page_end(self) -> int:
         """Return the end of the last page that something lies in."""

@@ -104,7 +104,7 @@ class OptimizerHooks:
             self.others.add(optimizer)
 
 
-class Marks:
+class ChangeCounters:
     """Tensors, and how often each had been changed by then, as torch counts it; and where its memory was."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
@@ -135,7 +135,7 @@ class Marks:
         return len(found) == len(self._tensors) and all(a is b for a, b in zip(found, self._tensors))
 
 
-class Kept:
+class RecordedStep:
     """An object of the state as it was at a step: its state dict of then."""
 
     def __init__(self, value: object, values: Any, decode: Callable[[Any], Any] | None = None) -> None:
@@ -162,7 +162,7 @@ class Settings:
         for group in self.groups:
             del group["params"]
         settings = (each for group in self.groups for each in group.values())
-        self._marks = Marks([each for each in settings if isinstance(each, torch.Tensor)])
+        self._marks = ChangeCounters([each for each in settings if isinstance(each, torch.Tensor)])
         self._state, self._sizes = optimizer.state, self._look()
 
     def unchanged(self) -> bool:
@@ -190,9 +190,9 @@ class Recorded:
         return {address for each in marks for address in each.addresses}
 
     names: tuple[str, ...] = ()
-    modules: dict[str, tuple[torch.nn.Module, Marks]] = field(default_factory=dict)
+    modules: dict[str, tuple[torch.nn.Module, ChangeCounters]] = field(default_factory=dict)
     optimizers: dict[str, Settings] = field(default_factory=dict)
-    others: dict[str, tuple[Any, Marks]] = field(default_factory=dict)
+    others: dict[str, tuple[Any, ChangeCounters]] = field(default_factory=dict)
     updates: int = 0
     unknown: str = ""
 
@@ -235,7 +235,7 @@ class StepRecorder:
             return "the state has other entries by now"
         for name, value in self._state.items():
             if (module := module_of(value)) is not None:
-                recorded, marks = then.modules.get(name, (None, Marks()))
+                recorded, marks = then.modules.get(name, (None, ChangeCounters()))
                 if recorded is not module or not marks.same(_walk(module)()) or not marks.unchanged():
                     return f"{name!r} was changed since (a forward pass in training mode changes BatchNorm, for one)"
             elif isinstance(value, torch.optim.Optimizer):
@@ -266,7 +266,7 @@ class StepRecorder:
         spent: dict[str, float] = {}
         for name, value in self._state.items():
             if (module := module_of(value)) is not None:
-                found.modules[name] = module, Marks(self._tensors(name, module))
+                found.modules[name] = module, ChangeCounters(self._tensors(name, module))
             elif isinstance(value, torch.optim.Optimizer):
                 found.optimizers[name] = Settings(value)
             elif self.given_up:
@@ -347,23 +347,23 @@ def _addresses_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
         address
         for optimizer in list(optimizers)
         for group in optimizer.param_groups
-        for address in Marks(group["params"]).addresses
+        for address in ChangeCounters(group["params"]).addresses
     }
 
 
-def _keep(value: Any) -> tuple[Any, Marks]:
+def _keep(value: Any) -> tuple[Any, ChangeCounters]:
     """Return an object of the state as it is now, and marks of the tensors that it shares with the live one."""
     tensors: list[torch.Tensor] = []
     if isinstance(value, RNGState):
-        kept: Any = Kept(value, value.generators(), value.encoded)
+        kept: Any = RecordedStep(value, value.generators(), value.encoded)
     elif isinstance(value, torch.Tensor) and value.requires_grad:  # a parameter, by which its optimizer knows it
         kept = value
         tensors.append(value)
     elif getattr(value, "per_rank", False) or is_stateful(value):
-        kept = Kept(value, _copy(value.state_dict(), tensors))
+        kept = RecordedStep(value, _copy(value.state_dict(), tensors))
     else:
         kept = _copy(value, tensors)
-    return kept, Marks(tensors)
+    return kept, ChangeCounters(tensors)
 
 
 def _copy(value: Any, tensors: list[torch.Tensor]) -> Any:

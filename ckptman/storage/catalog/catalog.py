@@ -124,9 +124,9 @@ class Entry:
         return facts_of(self.manifest).nonfinite if self.manifest is not None else ""
 
     @property
-    def spoilt(self) -> str:
-        """What of that a restore goes back for (see `Record.spoilt`)."""
-        return facts_of(self.manifest).spoilt if self.manifest is not None else ""
+    def nonfinite_reason(self) -> str:
+        """What of that a restore goes back for (see `Record.nonfinite_reason`)."""
+        return facts_of(self.manifest).nonfinite_reason if self.manifest is not None else ""
 
     def record(self) -> Record:
         """The facts that retention rules look at. Only for complete entries."""
@@ -189,8 +189,8 @@ class Listed(Entry):
         return self.facts.nonfinite
 
     @property
-    def spoilt(self) -> str:
-        return self.facts.spoilt
+    def nonfinite_reason(self) -> str:
+        return self.facts.nonfinite_reason
 
     @cached_property
     def identity(self) -> str:
@@ -383,7 +383,7 @@ class Catalog:
             and not (parsed.kind == "old" and parsed.step in unsure)
         ]
 
-    def strangers(self, names: Names | None = None) -> list[Entry]:
+    def unrecognized_entries(self, names: Names | None = None) -> list[Entry]:
         """What has a name that looks like one of ours and is none: somebody made it, such as a `.old-best`.
 
         `names`: as for `scan`.

@@ -27,7 +27,7 @@ from ckptman.storage.catalog.orphans import Leftover, find_leftovers, find_stray
 from ckptman.storage.catalog.pins import pin, read_pin
 from ckptman.storage.catalog.reader_lease import TAKING, lease, look, run_names
 from ckptman.storage.catalog.rollback_records import rollback_numbers
-from ckptman.storage.catalog.tiers import awaited
+from ckptman.storage.catalog.tiers import steps_awaiting_drain
 from ckptman.storage.format.paths import MANIFEST, METADATA, run_folder, step_folder
 from ckptman.storage.io.durable_files import DISK, Disk, holding, is_super_user, owner_of, stat_of, through
 
@@ -120,7 +120,7 @@ def plan_prune(
     ignored: list[tuple[Entry, str]] = []
     number = 0
     found = catalogue.scan(abandoned=True, names=names, until=any_will_do if is_known else None)
-    for entry in [*catalogue.strangers(names), *found]:
+    for entry in [*catalogue.unrecognized_entries(names), *found]:
         if not entry.complete:
             ignored.append((entry, entry.problem or ""))
             continue
@@ -136,7 +136,7 @@ def plan_prune(
         numbers.append(number)
     if coming is not None:
         coming = replace(coming, sequence=number + 1)
-    waiting = awaited(root, records, now_seconds, look=wait) if policy is not None else {}
+    waiting = steps_awaiting_drain(root, records, now_seconds, look=wait) if policy is not None else {}
     for place, each in enumerate(records):
         if place in waiting or numbers[place] != each.sequence:
             in_use = each.in_use or waiting.get(place, "")
@@ -343,7 +343,7 @@ class _Work:
         if _is_of_another(entry.path, self.owners):
             self.pruned.spared[record.sequence] = _OF_ANOTHER
             return
-        if reason := self._why_not(entry.path, entry.path.name):
+        if reason := self._rejection(entry.path, entry.path.name):
             self.pruned.spared[record.sequence] = reason
             return
         trash = self._place.hide(entry.path, step_folder(entry.step), tag)
@@ -351,7 +351,7 @@ class _Work:
             return
         # Who came between the look and the rename is seen now; who comes later finds nothing there.
         other = "" if _is_as_planned(entry, trash) else "the step was saved again since the plan was made"
-        if reason := other or self._why_not(trash, entry.path.name):
+        if reason := other or self._rejection(trash, entry.path.name):
             if not self._place.put_back(trash, entry.path):
                 self._mark(trash, entry.path, reason)
                 raise OSError(errno.EBUSY, f"it stays under this name, as it cannot be put back: {reason}", str(trash))
@@ -397,7 +397,7 @@ class _Work:
             return
         self._how(there)
 
-    def _why_not(self, folder: Path, name: str) -> str:
+    def _rejection(self, folder: Path, name: str) -> str:
         names = run_names(self._root)
         if frozenset(rollback_numbers(self._root, names)) != self._rollbacks:
             return "the root was rolled back since the plan was made"

@@ -12,7 +12,7 @@ from ckptman.errors import ConfigError, CorruptError, NotFoundError
 from ckptman.storage.catalog.backends.tiered import TieredBackend
 from ckptman.storage.catalog.catalog import Entry
 from ckptman.storage.catalog.reader_lease import reading
-from ckptman.storage.catalog.rollback_records import Left, Rollback, hand_on, read_rollbacks, standing
+from ckptman.storage.catalog.rollback_records import Left, Rollback, copy_rollbacks, read_rollbacks, standing
 from ckptman.storage.catalog.tiers import read_tiers
 from ckptman.storage.catalog.verified import read_verified
 from ckptman.storage.catalog.writer_lock import claim
@@ -52,13 +52,17 @@ def plan_rollback(root: Path, step: int) -> Change:
     target = counting[at]
     if found := _damage(target):
         raise CorruptError(f"{target.path} is damaged ({found}): roll back to another step")
-    finite = [entry for entry in counting[:at] if entry.complete and not entry.spoilt] if target.spoilt else []
+    finite = (
+        [entry for entry in counting[:at] if entry.complete and not entry.nonfinite_reason]
+        if target.nonfinite_reason
+        else []
+    )
     finite = [entry for entry in finite if not _damage(entry)]
     if finite:
         raise ConfigError(
-            f"{root}: step {step} is not finite (NaN or infinity in {target.spoilt}), so a restore would go back to "
-            f"step {finite[-1].step}: roll back to that one. To start from step {step} all the same, no rollback is "
-            f"needed, but restore(step={step})"
+            f"{root}: step {step} is not finite (NaN or infinity in {target.nonfinite_reason}), so a restore would go "
+            f"back to step {finite[-1].step}: roll back to that one. To start from step {step} all the same, no "
+            f"rollback is needed, but restore(step={step})"
         )
     newer = counting[at + 1 :]
     for entry in newer:
@@ -149,7 +153,7 @@ def execute(
                     attempt=begun,
                     undoes=change.undoes,
                 )
-                hand_on([rollback], root, disk)
+                copy_rollbacks([rollback], root, disk)
                 everywhere.hand_on_all()
         return change
 

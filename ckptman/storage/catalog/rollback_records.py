@@ -111,7 +111,7 @@ def read_abandoned(root: Path) -> dict[str, str]:
     return abandoned_by(read_rollbacks(root).values()) if rollback_numbers(root) else {}
 
 
-def hand_on(rollbacks: Iterable[Rollback], root: Path, disk: Disk = DISK) -> None:
+def copy_rollbacks(rollbacks: Iterable[Rollback], root: Path, disk: Disk = DISK) -> None:
     """Write down in a root those rollbacks that it does not know, durably. Raises: as `read_rollbacks`, OSError."""
     for each in rollbacks:
         known = read_rollbacks(root)

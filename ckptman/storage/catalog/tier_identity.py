@@ -28,7 +28,7 @@ _MOST_TEXT = 8192
 _OUTCOME = outcome_path(Path()).name
 
 
-class Whose(BaseModel):
+class TierOwner(BaseModel):
     """A root: its `id`, and, to tell people which it is, its absolute path and its run id when this was written."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
@@ -60,12 +60,12 @@ def make_identity(root: Path, run_id: str, id: str | None = None, disk: Disk = D
     if (found := _read(place, ROOT_ID)) is not None:
         return found.id
     # A tier in which a run is started stays what it is.
-    mine = Whose(id=id or read_identity(root) or os.urandom(16).hex(), root=str(root.absolute()), run_id=run_id)
+    mine = TierOwner(id=id or read_identity(root) or os.urandom(16).hex(), root=str(root.absolute()), run_id=run_id)
     disk.make_folder_if_missing(run_folder(root))
     return mine.id if place.create_note(ROOT_ID, mine.to_json()) else make_identity(root, run_id, id, disk)
 
 
-def read_mark(place: Backend) -> Whose | None:
+def read_mark(place: Backend) -> TierOwner | None:
     """Whose tier a place is; None: nobody's. Raises: CorruptError, FormatVersionError, RootError."""
     return _read(place, TIER_OF)
 
@@ -164,7 +164,7 @@ def mark_tier(root: Path, place: Backend, run_id: str, *, renew: bool) -> None:
     """
     mine = read_identity(root)
     assert mine is not None
-    mark = Whose(id=mine, root=str(root.absolute()), run_id=run_id)
+    mark = TierOwner(id=mine, root=str(root.absolute()), run_id=run_id)
     found = read_mark(place)
     if found is None:
         place.create_note(TIER_OF, mark.to_json())
@@ -180,7 +180,7 @@ def _known(root: Path, run_ids: Collection[str]) -> set[str]:
     return {*run_ids, *(each.manifest.run_id for each in entries if each.manifest is not None)}
 
 
-def _refuse(place: Backend, root: Path, mark: Whose) -> NoReturn:
+def _refuse(place: Backend, root: Path, mark: TierOwner) -> NoReturn:
     raise ConfigError(
         f"the tier {place.where} is of another root, {plain(mark.root) or 'which is not named'} "
         f"({_run(mark.run_id)}), and not of {root}: give each run a tier of its own. Where this run is to go on from "
@@ -188,7 +188,7 @@ def _refuse(place: Backend, root: Path, mark: Whose) -> NoReturn:
     )
 
 
-def _is_elsewhere(root: Path, mark: Whose) -> bool:
+def _is_elsewhere(root: Path, mark: TierOwner) -> bool:
     """Whether the root that a mark is of is still there, and another folder than this one."""
     if not mark.root or _same_path(root, mark.root):
         return False
@@ -213,12 +213,12 @@ def _run(run_id: str) -> str:
     return f"run {plain(run_id)}" if run_id else "no run id"
 
 
-def _read(place: Backend, name: str) -> Whose | None:
+def _read(place: Backend, name: str) -> TierOwner | None:
     data, path = place.read_note(name), _file(place, name)
     if data is None:
         return None
     try:
-        return Whose.model_validate(parse_versioned(path, unseal(path, data)))
+        return TierOwner.model_validate(parse_versioned(path, unseal(path, data)))
     except (ValidationError, SealError, CorruptError):
         raise CorruptError(
             f"{path} is not what ckptman wrote there, so nobody can tell whose copies belong there: remove it, and the "

@@ -58,7 +58,7 @@ class _Drained(BaseModel):
 
 
 @dataclass(frozen=True)
-class Holding:
+class TierContents:
     """What a tier holds, and the rollbacks that are written down there. `trouble`: why nobody can say; "": all is
     well. `entries` and `records` go together. `taken`: the steps whose name something has that may be replaced.
     """
@@ -188,7 +188,7 @@ def open_tier(tier: Tier, disk: Disk = DISK) -> Backend:
     return open_backend(str(tier), disk)
 
 
-def holding_of(root: Path, tier: Tier, left: Mapping[str, str] | None = None) -> Holding:
+def contents_of_tier(root: Path, tier: Tier, left: Mapping[str, str] | None = None) -> TierContents:
     """What a tier of a root holds, as retention rules see it. `left`: what was abandoned elsewhere. Never raises for
     trouble, such as that it is a tier of another root."""
     try:
@@ -200,11 +200,11 @@ def holding_of(root: Path, tier: Tier, left: Mapping[str, str] | None = None) ->
             place.settle()
         rollbacks = place.rollbacks()
     except (CkptmanError, OSError) as error:
-        return Holding(tier, trouble=trouble_of(error))
+        return TierContents(tier, trouble=trouble_of(error))
     left = {**(left or {}), **abandoned_by(rollbacks)}
     records = [mark(entry, left).record() for entry in entries]
     taken = frozenset(entry.step for entry in found if entry.may_go)
-    return Holding(tier, tuple(entries), tuple(records), tuple(rollbacks), taken=taken)
+    return TierContents(tier, tuple(entries), tuple(records), tuple(rollbacks), taken=taken)
 
 
 def trouble_of(error: Exception) -> str:
@@ -212,7 +212,9 @@ def trouble_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def awaited(root: Path, records: Sequence[Record], now_seconds: float, *, look: bool = True) -> dict[int, str]:
+def steps_awaiting_drain(
+    root: Path, records: Sequence[Record], now_seconds: float, *, look: bool = True
+) -> dict[int, str]:
     """What of a root has to go to a tier before it may be deleted: the place of each in `records`, with the reason.
 
     `look`: at the tiers themselves; otherwise what the last drain has seen there counts. Where a tier cannot be looked
@@ -222,7 +224,7 @@ def awaited(root: Path, records: Sequence[Record], now_seconds: float, *, look: 
     told = read_drained(root) if tiers and not look else {}
     found: dict[int, str] = {}
     for tier in tiers:
-        holding = holding_of(root, tier) if look else Holding(tier, records=tuple(told.get(str(tier), ())))
+        holding = contents_of_tier(root, tier) if look else TierContents(tier, records=tuple(told.get(str(tier), ())))
         away = f", which cannot be looked at ({holding.trouble})" if holding.trouble else ""
         for place in due(records, holding.records, tier, now_seconds):
             found.setdefault(place, plain(f"has still to be copied to {tier}{away}"))

@@ -361,11 +361,11 @@ class Disk:
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file or folder another name, atomically. An existing file is replaced, a non-empty folder refused."""
-        with _folder_of(source) as of_source, _folder_of(target) as of_target:
-            if of_source is None or of_target is None:
+        with _folder_of(source) as blaming_source, _folder_of(target) as of_target:
+            if blaming_source is None or of_target is None:
                 source.rename(target)
             else:
-                os.rename(source.name, target.name, src_dir_fd=of_source, dst_dir_fd=of_target)
+                os.rename(source.name, target.name, src_dir_fd=blaming_source, dst_dir_fd=of_target)
 
     def link(self, path: Path, name: Path) -> None:
         """Give a file one more name, which nothing has yet. Raises FileExistsError."""

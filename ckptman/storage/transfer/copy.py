@@ -19,12 +19,12 @@ from ckptman.storage.catalog.backends.backend import Backend
 from ckptman.storage.catalog.backends.drafts import CopyDraft, NotReadBackError
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.backends.source import (
+    CopySource,
     Finish,
-    ForeignOriginal,
-    Original,
+    ForeignSource,
     SourceError,
     SourceInfo,
-    of_source,
+    blaming_source,
 )
 from ckptman.storage.catalog.catalog import Entry
 from ckptman.storage.format.manifest import FileRecord, Manifest
@@ -111,7 +111,7 @@ def copy_foreign(folder: Path, place: Backend, options: CopyOptions | None = Non
     Raises: as `copy_checkpoint`; ConfigError also where a place holds only what has a manifest.
     """
     check_apart(folder, place.where)
-    return _copy(ForeignOriginal(folder), place, options or CopyOptions())
+    return _copy(ForeignSource(folder), place, options or CopyOptions())
 
 
 def check_apart(folder: Path, where: str | os.PathLike[str]) -> None:
@@ -129,7 +129,7 @@ def check_apart(folder: Path, where: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{where} is inside of {around}, from which is copied: name a root outside of it")
 
 
-def _copy(original: Original, place: Backend, options: CopyOptions) -> Copied:
+def _copy(original: CopySource, place: Backend, options: CopyOptions) -> Copied:
     with place.receive(original.facts) as draft:
         if (found := _already(original, draft, options)) is not None:
             return found
@@ -147,7 +147,7 @@ def _copy(original: Original, place: Backend, options: CopyOptions) -> Copied:
                 raise
 
 
-def _bring(original: Original, draft: CopyDraft, options: CopyOptions) -> Copied:
+def _bring(original: CopySource, draft: CopyDraft, options: CopyOptions) -> Copied:
     """Copy the files, read them back, and make the copy visible. Raises: as `copy_checkpoint`."""
     facts = original.facts
     begun = time.monotonic()
@@ -185,7 +185,7 @@ def _bring(original: Original, draft: CopyDraft, options: CopyOptions) -> Copied
     )
 
 
-def _already(original: Original, draft: CopyDraft, options: CopyOptions) -> Copied | None:
+def _already(original: CopySource, draft: CopyDraft, options: CopyOptions) -> Copied | None:
     """The same checkpoint at the destination, proved now if that was not noted. None: nothing is in the way.
 
     Raises: ExistsError.
@@ -197,16 +197,16 @@ def _already(original: Original, draft: CopyDraft, options: CopyOptions) -> Copi
         return None
     if not problem and facts.manifest is None:
         problem = _difference_in_bytes(original, draft, options)
-    elif not problem and not draft.is_proved():
+    elif not problem and not draft.is_verified():
         draft.uncache(final=True)
         wrong = _wrong(draft, list(facts.sizes), _manifest_of(facts, {}), options, final=True)
         problem = "is damaged there: " + "; ".join(wrong) if wrong else ""
         if not wrong:
-            draft.note_proved()
+            draft.note_verified_copy()
     if problem:
         if options.overwrite and not draft.may_replace():
             raise ExistsError(f"{draft.where} {problem}, and is no checkpoint: move it away, or copy to another root")
-        if options.overwrite or draft.stands_aside():
+        if options.overwrite or draft.target_is_abandoned():
             return None
         raise ExistsError(f"{draft.where} {problem}: copy to another root, or say --overwrite to replace it")
     remarks = (*facts.remarks, *draft.settle())
@@ -273,7 +273,7 @@ def _scan(
     return draft.scan(sizes, final=final, finish=finish, threads=options.threads, done=options.passed)
 
 
-def _check_original(original: Original, options: CopyOptions) -> None:
+def _check_original(original: CopySource, options: CopyOptions) -> None:
     """Another checkpoint goes before what takes its place is there, so that has to be whole before it goes.
 
     Raises: CorruptError, SourceError.
@@ -281,7 +281,7 @@ def _check_original(original: Original, options: CopyOptions) -> None:
     facts, folder = original.facts, Path(original.facts.where)
     flaws = _Flaws(folder, _manifest_of(facts, {}))
     options.meter.begin("verifying", facts.bytes, 0)
-    with of_source(facts.where):
+    with blaming_source(facts.where):
         for name in facts.sizes:
             try:
                 original.open(name).close()  # which looks at its size
@@ -299,7 +299,7 @@ def _check_original(original: Original, options: CopyOptions) -> None:
     raise CorruptError(text) if flaws.damage else SourceError(errno.EIO, text)
 
 
-def _difference_in_bytes(original: Original, draft: CopyDraft, options: CopyOptions) -> str:
+def _difference_in_bytes(original: CopySource, draft: CopyDraft, options: CopyOptions) -> str:
     """Why files of these sizes are no copy of what has no digests; "" where they are."""
     draft.uncache(final=True)
     here, there = list[Scanned](), list[Scanned]()

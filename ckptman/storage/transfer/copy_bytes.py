@@ -18,7 +18,7 @@ from xxhash import xxh3_128_digest
 
 from ckptman.errors import CorruptError, plain
 from ckptman.storage.catalog.backends.drafts import CopyDraft, Writing
-from ckptman.storage.catalog.backends.source import Original, Reading, of_source
+from ckptman.storage.catalog.backends.source import CopySource, Reading, blaming_source
 from ckptman.storage.io.checksums import DIGEST_BYTES, Digests, digest_of_blocks, digests_bytes
 from ckptman.storage.io.threads import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, share_out
 from ckptman.storage.transfer.progress import Limit, Meter
@@ -39,7 +39,7 @@ class Moved:
 
 
 def move(
-    original: Original,
+    original: CopySource,
     draft: CopyDraft,
     there: Mapping[str, bytes],
     *,
@@ -121,7 +121,7 @@ def move(
     )
 
 
-def _is_right(original: Original, name: str, blocks: bytes | None) -> bool:
+def _is_right(original: CopySource, name: str, blocks: bytes | None) -> bool:
     manifest = original.facts.manifest
     return blocks is not None and manifest is not None and digest_of_blocks([blocks]) == manifest.files[name].digest
 
@@ -133,7 +133,7 @@ class _File:
     """
 
     def __init__(
-        self, original: Original, draft: CopyDraft, name: str, size: int, piece: int, there: bytes, meter: Meter
+        self, original: CopySource, draft: CopyDraft, name: str, size: int, piece: int, there: bytes, meter: Meter
     ) -> None:
         self.name, self.size = name, size
         self.pieces = max(1, -(-size // piece))
@@ -159,7 +159,7 @@ class _File:
                 return
             begun = time.perf_counter()
             self._blocks = bytearray(digests_bytes(self.size, self._block))
-            with of_source(self._original.facts.where):
+            with blaming_source(self._original.facts.where):
                 self._known = self._original.digests(self.name)
                 if len(self._there) == len(self._blocks):
                     self._is_all_right = _is_right(self._original, self.name, self._there)
@@ -181,7 +181,7 @@ class _File:
         """Read and check a piece. None where it need not be written. Raises: CorruptError, OSError."""
         assert self._reading is not None
         begun = time.perf_counter()
-        with of_source(self._original.facts.where):
+        with blaming_source(self._original.facts.where):
             data = self._reading.read(low, high - low, scratch)
         at = self._at(low, high)
         self._blocks[at] = self._digests_of(low, data)

@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptman.errors import CkptmanError, CorruptError, RootError, warn
-from ckptman.policies.retention import keeps_any, slip
+from ckptman.policies.retention import keeps_any, policy_mistake
 from ckptman.policies.retention_rules import Record
 from ckptman.policies.tiers import Tier, due
 from ckptman.storage.catalog.backends.backend import Backend
 from ckptman.storage.catalog.backends.drafts import BusyCopyingError
 from ckptman.storage.catalog.catalog import Catalog, Entry, mark
-from ckptman.storage.catalog.rollback_records import Rollback, abandoned_by, hand_on, read_rollbacks
+from ckptman.storage.catalog.rollback_records import Rollback, abandoned_by, copy_rollbacks, read_rollbacks
 from ckptman.storage.catalog.tier_identity import check_tier, keeping, make_identity, mark_tier, read_identity
 from ckptman.storage.catalog.tiers import (
-    Holding,
-    holding_of,
+    TierContents,
+    contents_of_tier,
     open_tier,
     read_drained,
     trouble_of,
@@ -66,11 +66,11 @@ class DrainPlan:
     and what is wrong in the root, which keeps nothing else from being copied."""
 
     tasks: list[DrainTask]
-    holdings: list[Holding]
+    holdings: list[TierContents]
     root_errors: tuple[RootError, ...] = ()
 
     @property
-    def troubles(self) -> list[Holding]:
+    def troubles(self) -> list[TierContents]:
         return [each for each in self.holdings if each.trouble]
 
 
@@ -79,7 +79,9 @@ def plan_drain(root: Path, tiers: Sequence[Tier], *, new: bool = False) -> Drain
 
     Raises: as `Catalog.look`.
     """
-    holdings = [Holding(tier) if new and not os.path.lexists(str(tier)) else holding_of(root, tier) for tier in tiers]
+    holdings = [
+        TierContents(tier) if new and not os.path.lexists(str(tier)) else contents_of_tier(root, tier) for tier in tiers
+    ]
     every = [*read_rollbacks(root).values(), *(rollback for each in holdings for rollback in each.rollbacks)]
     left = abandoned_by(every)
     there = Catalog(root).look()
@@ -108,25 +110,25 @@ def prepare(root: Path, plan: DrainPlan) -> DrainPlan:
     What is left of the plan: without a tier to which nothing can be written. Raises: CkptmanError, OSError.
     """
     every = [*read_rollbacks(root).values(), *(rollback for each in plan.holdings for rollback in each.rollbacks)]
-    hand_on(every, root)
+    copy_rollbacks(every, root)
     holdings = [_told(root, each, every) for each in plan.holdings]
     tasks = [task for task in plan.tasks if not any(each.trouble for each in holdings if each.tier == task.tier)]
     return DrainPlan(tasks, holdings, (*plan.root_errors, *_tell_prunes(root, holdings)))
 
 
-def _told(root: Path, holding: Holding, rollbacks: Sequence[Rollback]) -> Holding:
+def _told(root: Path, holding: TierContents, rollbacks: Sequence[Rollback]) -> TierContents:
     """A tier that was told whose it is, and of rollbacks; or why that cannot be."""
     if holding.trouble:
         return holding
     try:
         _mark(root, holding)
-        open_tier(holding.tier).hand_on(rollbacks)
+        open_tier(holding.tier).copy_rollbacks(rollbacks)
     except (CkptmanError, OSError) as error:
         return replace(holding, trouble=trouble_of(error))
     return holding
 
 
-def _mark(root: Path, holding: Holding) -> None:
+def _mark(root: Path, holding: TierContents) -> None:
     """Raises: CkptmanError, OSError."""
     place = open_tier(holding.tier)
     manifests = [entry.require_manifest() for entry in Catalog(root).look() if entry.complete]
@@ -142,7 +144,7 @@ def _mark(root: Path, holding: Holding) -> None:
     mark_tier(root, place, run_id, renew=False)
 
 
-def _tell_prunes(root: Path, holdings: Iterable[Holding]) -> tuple[RootError, ...]:
+def _tell_prunes(root: Path, holdings: Iterable[TierContents]) -> tuple[RootError, ...]:
     """Note in the root what the tiers hold, or why that cannot be: a root that is full needs copies all the more."""
     held = {str(each.tier): list(each.records) for each in holdings if not each.trouble}
     try:
@@ -196,7 +198,7 @@ def carry_out(
     if fuller:
         left = abandoned_by(read_rollbacks(root).values())
         # Where that cannot be, the next one says so.
-        _tell_prunes(root, [holding_of(root, tier, left) for tier in fuller])
+        _tell_prunes(root, [contents_of_tier(root, tier, left) for tier in fuller])
 
 
 def prune_tier(tier: Tier, place: Backend) -> None:
@@ -204,7 +206,7 @@ def prune_tier(tier: Tier, place: Backend) -> None:
 
     def is_meant(records: Sequence[Record]) -> bool:
         now_seconds = time.time()
-        cause = slip(tier.retention, records, now_seconds, goes_on=True)
+        cause = policy_mistake(tier.retention, records, now_seconds, goes_on=True)
         if not cause or keeps_any(tier.retention, records, now_seconds):
             return True
         warn(f"nothing is deleted in {tier}: {cause}. Check the retention of this tier")

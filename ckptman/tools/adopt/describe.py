@@ -13,7 +13,7 @@ from xxhash import xxh3_128_hexdigest
 import ckptman
 from ckptman.engine.loading.checkpoint_reader import SavedState, resolve
 from ckptman.engine.saving.write_plan import make_rows
-from ckptman.engine.state.file_layout import Placed
+from ckptman.engine.state.file_layout import PlacedBytes
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.policies.retention_rules import time_to_store
 from ckptman.storage.catalog.catalog import Catalog
@@ -79,7 +79,7 @@ def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
     tensors = [(name, record.dtype, record.shape) for name, record in saved.index.tensors.items()]
     saved.check(saved.index.tensors)
     witness = Witness(saved, None)
-    entries: list[list[tuple[int, tuple[int, ...], tuple[int, ...], Placed]]] = [[] for _ in data_names]
+    entries: list[list[tuple[int, tuple[int, ...], tuple[int, ...], PlacedBytes]]] = [[] for _ in data_names]
     for number, (name, dtype, _) in enumerate(tensors):
         for chunk in saved.all_chunks(name):
             payload = saved.payload(name, chunk)
@@ -94,7 +94,7 @@ def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
                     raise CorruptError(f"{saved.folder}: {name}: {error}; bring it back from a copy") from error
             if payload is None or elements is None or chunk.bytes - elements > FRAME_BYTES:
                 payload = -1
-            place = Placed(chunk.offset, chunk.bytes, payload)
+            place = PlacedBytes(chunk.offset, chunk.bytes, payload)
             entries[numbers[chunk.file]].append((number, chunk.offsets, chunk.sizes, place))
     records, table = assemble(tensors, [make_rows(each) for each in entries])
     index = Index(files=data_names, tensors=records, objects=saved.index.objects, units=_units(saved))

@@ -171,7 +171,7 @@ def remember(report: VerifyReport, entry: Entry) -> None:
                 disk=DISK,
             )
     except OSError as error:
-        what = "that it was verified" if report.is_proved else "that it is damaged, and no longer verified,"
+        what = "that it was verified" if report.is_verified else "that it is damaged, and no longer verified,"
         where = f"{error.filename or entry.path}: {error.strerror or error}"
         report.remarks.append(f"{what} could not be noted: {where}")
 

@@ -164,7 +164,7 @@ class VerifyReport:
     @property
     def good(self) -> bool:
         """Whether all that was asked for is proved."""
-        return self.is_proved and not self.not_tried
+        return self.is_verified and not self.not_tried
 
     @property
     def name(self) -> str:
@@ -195,7 +195,7 @@ class VerifyReport:
         return self.refused + loads + [problem for plan in self.plans for problem in plan.problems]
 
     @property
-    def is_proved(self) -> bool:
+    def is_verified(self) -> bool:
         """Whether it was read and nothing speaks against it."""
         return self.is_checked and not self.problems_of_fit
 

@@ -46,7 +46,7 @@ def outcome(save):
     return text, [str(each.message) for each in told if "differs between ranks" in str(each.message)]
 
 
-class Kept:
+class RecordedStep:
     """An object that keeps a tensor."""
 
     def __init__(self, value, per_rank=False):
@@ -80,8 +80,8 @@ def states(rank):
         "same": {"x": torch.ones(2), "nan": torch.tensor([float("nan"), -0.0]), "n": torch.empty(0)},
         "bare": {"x": mine, "y": torch.tensor(rank)},
         "deep": {"a": 1, "x": {"list": [0, {"t": mine.to(torch.float8_e4m3fn)}]}},
-        "object": {"kept": Kept(mine)},
-        "per rank": {"kept": Kept(mine, per_rank=True)},
+        "object": {"kept": RecordedStep(mine)},
+        "per rank": {"kept": RecordedStep(mine, per_rank=True)},
         "own names": {f"x.rank{rank}": mine, "n": 1},
         "large": {"x": torch.full((LARGE,), float(rank))},
         "ddp": {"model": model, "optimizer": optimizer},

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckptman.engine.comm.control_group import Agreement, Failure, RankFailed, failure_of
-from ckptman.engine.saving.write_plan import Held, WritePlan, divide, plan_save, signature_of
+from ckptman.engine.saving.write_plan import LocalShard, WritePlan, divide, plan_save, signature_of
 from ckptman.engine.state.file_layout import LARGE_BYTES
 from ckptman.engine.state.local_shards import Box
 from ckptman.engine.state.named_state import snapshot
@@ -79,7 +79,7 @@ def held_boxes(draw):
         offsets = tuple(draw(st.sampled_from([0, 0, 7])) for _ in sizes)
         box = Box(offsets, sizes, draw(st.sampled_from(some)))
         item, cut = draw(st.sampled_from([1, 2, 4, 8, 16])), draw(st.sampled_from([True, True, True, False]))
-        found.append(Held(f"t{draw(st.integers(0, 99))}.{number}", box, item, number, cut))
+        found.append(LocalShard(f"t{draw(st.integers(0, 99))}.{number}", box, item, number, cut))
     return found
 
 
@@ -104,7 +104,7 @@ def test_every_element_is_written_once_and_shares_are_even(boxes):
 
 
 def test_pieces_do_not_depend_on_the_order_in_which_boxes_come():
-    boxes = [Held(f"t{i}", Box((0, 0), (100 + i, 4000), (0, 1, 2)), 4, i) for i in range(7)]
+    boxes = [LocalShard(f"t{i}", Box((0, 0), (100 + i, 4000), (0, 1, 2)), 4, i) for i in range(7)]
     for rank in range(3):
         forward, backward = divide(boxes, rank), divide(reversed(boxes), rank)
         assert forward == backward

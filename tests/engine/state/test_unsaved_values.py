@@ -24,7 +24,7 @@ class Annealed(nn.Module):
         return self.layer(x) / self.calls
 
 
-class Kept(Annealed):
+class RecordedStep(Annealed):
     def get_extra_state(self):
         return {"calls": self.calls}
 
@@ -50,7 +50,7 @@ def test_counters_of_a_module_are_named_once(tmp_path, recwarn, depth):
 
 
 def test_what_is_saved_or_of_torch_is_not_named(recwarn):
-    model = nn.Sequential(Kept(), nn.BatchNorm1d(2), nn.LSTM(2, 2))
+    model = nn.Sequential(RecordedStep(), nn.BatchNorm1d(2), nn.LSTM(2, 2))
     watched = UnsavedValues(lambda: modules_of_user([model]))
     for _ in range(3):
         model(torch.ones(3, 2))

@@ -11,7 +11,7 @@ from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.backends.object_store import ObjectBackend
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.rollback_records import Rollback
-from ckptman.storage.catalog.tier_identity import Whose, make_identity, mark_tier, read_mark
+from ckptman.storage.catalog.tier_identity import TierOwner, make_identity, mark_tier, read_mark
 from ckptman.storage.format.paths import MANIFEST
 from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
 from tests.helpers.checkpoints import commit
@@ -121,7 +121,7 @@ def test_notes_are_created_once_replaced_as_a_whole_and_rollbacks_handed_on_once
     backend.write_note("a.json", b"three")
     assert backend.read_note("a.json") == b"three"
     for _ in range(2):
-        backend.hand_on([ROLLBACK])
+        backend.copy_rollbacks([ROLLBACK])
     assert list(backend.rollbacks()) == [ROLLBACK]
     assert backend.list() == []
 
@@ -130,6 +130,6 @@ def test_a_tier_belongs_to_one_root(backend, source):
     make_identity(source, "run")
     mark_tier(source, backend, "run", renew=False)
     assert read_mark(backend).run_id == "run"
-    backend.write_note("tier-of.json", Whose(id="0" * 32).to_json()[:-5])
+    backend.write_note("tier-of.json", TierOwner(id="0" * 32).to_json()[:-5])
     with pytest.raises(CorruptError, match=r"tier-of\.json is not what ckptman wrote there"):
         read_mark(backend)

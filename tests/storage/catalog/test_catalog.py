@@ -239,14 +239,16 @@ def test_the_facts_of_a_manifest_are_those_of_all_of_it(tmp_path, name):
     path = save(tmp_path, 100).path
     rewrite(path, metrics={name: math.nan, "b": 1.5}, nonfinite={"metrics": [name], "tensors": ["w"]})
     facts = facts_of(read_manifest(path))
-    assert facts.spoilt
+    assert facts.nonfinite_reason
     read = read_facts(path)
     if name == "order":
         assert repr(read.record) == repr(facts)
         assert read.attempt == read_manifest(path).attempt
     else:
         assert read is None, "all of it is read"
-    assert [entry.record() for entry in Catalog(tmp_path).scan(until=any_will_do)][-1].spoilt == facts.spoilt
+    assert [entry.record() for entry in Catalog(tmp_path).scan(until=any_will_do)][
+        -1
+    ].nonfinite_reason == facts.nonfinite_reason
 
 
 @pytest.mark.parametrize(

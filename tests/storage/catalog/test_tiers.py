@@ -19,7 +19,7 @@ from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.backends.object_store import ObjectBackend
 from ckptman.storage.catalog.backends.tiered import TieredBackend
 from ckptman.storage.catalog.catalog import Catalog
-from ckptman.storage.catalog.tiers import awaited, read_tiers, write_tiers
+from ckptman.storage.catalog.tiers import read_tiers, steps_awaiting_drain, write_tiers
 from ckptman.storage.format.paths import drained_path, outcome_path, tiers_path
 from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
 from ckptman.storage.transfer.drain import carry_out, plan_drain, prepare, prune_tier
@@ -175,7 +175,7 @@ def test_what_cannot_be_read_is_no_reason_to_delete(root, text):
     write_tiers(root, [Tier(root.parent / "far")])
     tiers_path(root).write_bytes(text)
     with pytest.raises(CorruptError, match=r"tiers\.json"):
-        awaited(root, [], 0)
+        steps_awaiting_drain(root, [], 0)
     write_tiers(root, [Tier(root.parent / "far")])
     assert len(read_tiers(root)) == 1
 
@@ -229,7 +229,7 @@ def test_what_is_awaited_is_known_to_prunes(root, far):
     tier = Tier(far, every=4)
     write_tiers(root, [tier])
     records = [entry.record() for entry in Catalog(root).scan()]
-    assert {records[place].step for place in awaited(root, records, 0)} == {40, 80}
+    assert {records[place].step for place in steps_awaiting_drain(root, records, 0)} == {40, 80}
     assert main(["prune", str(root), "--keep-last", "1"]) == 0
     assert steps(root) == [40, 80]
     drain(root, tier)
@@ -247,10 +247,10 @@ def test_a_run_that_is_at_work_believes_the_last_drain(root, far):
     commit(root, 90)
     records = [entry.record() for entry in Catalog(root).scan()]
     shutil.rmtree(far)
-    assert awaited(root, records, 0, look=False) == {}
-    assert {records[place].step for place in awaited(root, records, 0)} == {40, 80}
+    assert steps_awaiting_drain(root, records, 0, look=False) == {}
+    assert {records[place].step for place in steps_awaiting_drain(root, records, 0)} == {40, 80}
     drained_path(root).unlink()
-    assert {records[place].step for place in awaited(root, records, 0, look=False)} == {40, 80}
+    assert {records[place].step for place in steps_awaiting_drain(root, records, 0, look=False)} == {40, 80}
 
 
 def test_a_tier_that_is_an_empty_mount_point_is_away(root, far):

@@ -76,7 +76,7 @@ def test_a_tier_that_takes_no_rollback_keeps_no_other_from_being_filled(root, mo
     for each in (near, far):
         shutil.rmtree(each / ".ckptman")
         (each / ".ckptman").mkdir()
-    refuse(monkeypatch, LocalBackend, "hand_on", errno.EACCES, lambda place: place.root == near)
+    refuse(monkeypatch, LocalBackend, "copy_rollbacks", errno.EACCES, lambda place: place.root == near)
     assert main(["drain", str(root)]) == 10
     assert f"{near} cannot be looked at, or written to: Permission denied" in capsys.readouterr().err
     assert steps(near) == []

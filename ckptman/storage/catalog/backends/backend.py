@@ -17,7 +17,7 @@ from ckptman.storage.io.durable_files import DISK, Disk
 
 if TYPE_CHECKING:
     from ckptman.storage.catalog.backends.drafts import CopyDraft
-    from ckptman.storage.catalog.backends.source import Original, SourceInfo
+    from ckptman.storage.catalog.backends.source import CopySource, SourceInfo
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://?(?P<rest>[^/].*)", re.ASCII)
 _MEANT = re.compile(r"[a-z][\w+.-]+:/{2,}|s3:", re.ASCII | re.IGNORECASE)
@@ -47,7 +47,7 @@ class Backend(Protocol):
         Raises: NotFoundError, RootError, CorruptError: nobody can tell what is there.
         """
 
-    def open(self, entry: Entry) -> Original:
+    def open(self, entry: Entry) -> CopySource:
         """Open a complete entry for reading. Raises: NotFoundError (it is another by now), CorruptError, RootError."""
 
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
@@ -73,7 +73,7 @@ class Backend(Protocol):
     def rollbacks(self) -> Sequence[Rollback]:
         """Return the rollbacks that are written down here. Raises: CkptmanError."""
 
-    def hand_on(self, rollbacks: Sequence[Rollback]) -> None:
+    def copy_rollbacks(self, rollbacks: Sequence[Rollback]) -> None:
         """Write down those rollbacks that are not known here. Raises: CkptmanError, OSError."""
 
     # As a tier.

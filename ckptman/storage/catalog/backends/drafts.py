@@ -55,13 +55,13 @@ class CopyDraft(Protocol):
     def may_replace(self) -> bool:
         """Whether what has the name is a checkpoint, or what is left of one."""
 
-    def stands_aside(self) -> bool:
+    def target_is_abandoned(self) -> bool:
         """Whether what has the name gives it up without being asked: a rollback left it behind."""
 
-    def is_proved(self) -> bool:
+    def is_verified(self) -> bool:
         """Whether it was noted that every byte of what has the name was read back."""
 
-    def note_proved(self) -> None:
+    def note_verified_copy(self) -> None:
         """Note that every byte of what has the name was read back."""
 
     def settle(self) -> Sequence[str]:

@@ -23,7 +23,7 @@ from ckptman.storage.catalog.catalog import Catalog, Entry, Until
 from ckptman.storage.catalog.overwrite import may_be_replaced, strangers_in
 from ckptman.storage.catalog.pins import read_pin
 from ckptman.storage.catalog.reader_lease import lease, look, reading
-from ckptman.storage.catalog.rollback_records import Rollback, hand_on, read_abandoned, read_rollbacks
+from ckptman.storage.catalog.rollback_records import Rollback, copy_rollbacks, read_abandoned, read_rollbacks
 from ckptman.storage.format.manifest import Manifest, read_manifest
 from ckptman.storage.format.paths import DOT, MANIFEST, run_folder
 from ckptman.storage.io.durable_files import DISK, Disk, check_held
@@ -31,7 +31,7 @@ from ckptman.storage.io.safe_open import read_regular
 
 if TYPE_CHECKING:
     from ckptman.storage.catalog.backends.drafts import CopyDraft
-    from ckptman.storage.catalog.backends.source import Original, SourceInfo
+    from ckptman.storage.catalog.backends.source import CopySource, SourceInfo
 
 ANSWER_SECONDS = 60.0
 """How long a folder may take to say whether it is there."""
@@ -213,10 +213,10 @@ class LocalBackend:
         """Return the highest commit sequence that is known, which the next commit has to exceed; 0 where none is."""
         return self.catalogue.last_sequence()
 
-    def open(self, entry: Entry) -> Original:
-        from ckptman.storage.catalog.backends.source import FolderOriginal  # numpy, which a prune can do without
+    def open(self, entry: Entry) -> CopySource:
+        from ckptman.storage.catalog.backends.source import FolderSource  # numpy, which a prune can do without
 
-        return FolderOriginal(entry.path, entry.require_manifest())
+        return FolderSource(entry.path, entry.require_manifest())
 
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
         return reading(entry.path, what=what, disk=self.disk)
@@ -256,8 +256,8 @@ class LocalBackend:
     def rollbacks(self) -> Sequence[Rollback]:
         return list(read_rollbacks(self.root).values())
 
-    def hand_on(self, rollbacks: Sequence[Rollback]) -> None:
-        hand_on(rollbacks, self.root, self.disk)
+    def copy_rollbacks(self, rollbacks: Sequence[Rollback]) -> None:
+        copy_rollbacks(rollbacks, self.root, self.disk)
 
     def make_tier(self) -> None:
         self._check_answers()

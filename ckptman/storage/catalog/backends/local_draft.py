@@ -23,7 +23,7 @@ from ckptman.storage.catalog.backends.source import AGAIN, Done, Finish, SourceI
 from ckptman.storage.catalog.overwrite import may_be_replaced
 from ckptman.storage.catalog.pins import PINNED
 from ckptman.storage.catalog.reader_lease import lease
-from ckptman.storage.catalog.rollback_records import hand_on, read_rollbacks
+from ckptman.storage.catalog.rollback_records import copy_rollbacks, read_rollbacks
 from ckptman.storage.catalog.verified import identify, note_verified, read_verified
 from ckptman.storage.catalog.writer_lock import (
     Claim,
@@ -90,15 +90,15 @@ class FolderDraft:
     def may_replace(self) -> bool:
         return may_be_replaced(self._final)
 
-    def stands_aside(self) -> bool:
+    def target_is_abandoned(self) -> bool:
         return self._place.is_abandoned(self._final)
 
-    def is_proved(self) -> bool:
+    def is_verified(self) -> bool:
         manifest = self._facts.manifest
         noted = read_verified(self._final, manifest) if manifest is not None else None
         return noted is not None and noted.every_byte
 
-    def note_proved(self) -> None:
+    def note_verified_copy(self) -> None:
         self._note(self._final)
 
     def settle(self) -> Sequence[str]:
@@ -117,7 +117,7 @@ class FolderDraft:
             who = f"a run is at work (host {owner.host}, pid {owner.pid})"
             return [f"what was abandoned {later[-1]} still counts in {root}, where {who}: copy again once it has ended"]
         if later:
-            hand_on(later, root, self._disk)
+            copy_rollbacks(later, root, self._disk)
         return []
 
     def _check_free(self) -> None:
@@ -198,7 +198,7 @@ class FolderDraft:
         # Asked again: all this may have taken hours.
         self._check_free()
         # Before it can be the newest there.
-        hand_on(self._facts.rollbacks, self._place.root, self._disk)
+        copy_rollbacks(self._facts.rollbacks, self._place.root, self._disk)
         # Who was stopped for long is taken for dead, and what it has sealed is opened again by who takes it over.
         with _telling_who_copies(self._place.root):
             self._claim.check()

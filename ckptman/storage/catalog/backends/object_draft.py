@@ -70,14 +70,14 @@ class ObjectDraft:
 
         return are_replaceable(names, read, is_noted=is_noted)
 
-    def stands_aside(self) -> bool:
+    def target_is_abandoned(self) -> bool:
         return False
 
-    def is_proved(self) -> bool:
+    def is_verified(self) -> bool:
         return False  # objects have no note that says when they were read, and by whom
 
-    def note_proved(self) -> None:
-        """Nothing: see `is_proved`."""
+    def note_verified_copy(self) -> None:
+        """Nothing: see `is_verified`."""
 
     def settle(self) -> Sequence[str]:
         if self._facts.pinned is not None and PINNED not in self._place.listing(self._name):

@@ -22,7 +22,7 @@ THREADS = 8
 """As many as wait for the network at a time, where nobody says otherwise."""
 
 
-class ObjectOriginal:
+class ObjectSource:
     """A checkpoint in an object store, as it was listed. Raises: CorruptError, FormatVersionError, RootError."""
 
     readers = THREADS

@@ -38,7 +38,7 @@ from ckptman.storage.io.threads import share_out
 
 if TYPE_CHECKING:
     from ckptman.storage.catalog.backends.drafts import CopyDraft
-    from ckptman.storage.catalog.backends.source import Original, SourceInfo
+    from ckptman.storage.catalog.backends.source import CopySource, SourceInfo
 
 COPYING = "copying.json"
 """In one that is being put: whose objects they are."""
@@ -248,18 +248,18 @@ class ObjectBackend:
         with contextlib.suppress(NotFoundError):
             self.ask("removed", lambda: self.fs.rm_file(f"{self.prefix}/{name}"), name)
 
-    def open(self, entry: Entry) -> Original:
+    def open(self, entry: Entry) -> CopySource:
         from ckptman.storage.catalog.backends.object_source import (
-            ObjectOriginal,  # numpy, which a listing can do without
+            ObjectSource,  # numpy, which a listing can do without
         )
 
-        return ObjectOriginal(self, entry)
+        return ObjectSource(self, entry)
 
     def receive(self, facts: SourceInfo) -> AbstractContextManager[CopyDraft]:
         from ckptman.storage.catalog.backends.object_draft import ObjectDraft
 
         draft = ObjectDraft(self, facts)
-        self.hand_on(facts.rollbacks)  # first: what was abandoned there must not be the newest here
+        self.copy_rollbacks(facts.rollbacks)  # first: what was abandoned there must not be the newest here
         return contextlib.nullcontext(draft)
 
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
@@ -274,7 +274,7 @@ class ObjectBackend:
     def write_note(self, name: str, data: bytes) -> None:
         self.write(f"{DOT}/{name}", data)
 
-    def hand_on(self, rollbacks: Sequence[Rollback]) -> None:
+    def copy_rollbacks(self, rollbacks: Sequence[Rollback]) -> None:
         known = {each.id for each in self.rollbacks()} if rollbacks else set[str]()
         for each in rollbacks:
             if each.id not in known:

@@ -39,7 +39,7 @@ class SourceError(RootError):
 
 
 @contextlib.contextmanager
-def of_source(where: Path | str) -> Iterator[None]:
+def blaming_source(where: Path | str) -> Iterator[None]:
     """Raise errors of the system as SourceError."""
     try:
         yield
@@ -93,7 +93,7 @@ class SourceInfo:
         return sum(self.sizes.values())
 
 
-class Original(Protocol):
+class CopySource(Protocol):
     """A checkpoint that is to be copied, wherever it lies."""
 
     facts: SourceInfo
@@ -113,7 +113,7 @@ class Original(Protocol):
         """Why it can never be copied any more: it was deleted, or saved again. None where it is still what it was."""
 
 
-class FolderOriginal:
+class FolderSource:
     """A checkpoint of ours in a folder. `manifest`: as it was when it was chosen.
 
     Raises: CorruptError, GoneError (it was deleted meanwhile, or another one is there now), SourceError.
@@ -123,7 +123,7 @@ class FolderOriginal:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
-        with of_source(folder):
+        with blaming_source(folder):
             self.facts = _facts(folder, manifest)
 
     def open(self, name: str) -> Reading:
@@ -152,7 +152,7 @@ class FolderOriginal:
             return None
 
 
-class ForeignOriginal(FolderOriginal):
+class ForeignSource(FolderSource):
     """What plain DCP, or what builds on it, wrote to a folder: files without digests, copied as they are.
 
     Raises: ConfigError (there is more than files in it), OSError.

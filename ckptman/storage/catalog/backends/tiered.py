@@ -94,7 +94,7 @@ class TieredBackend(LocalBackend):
         places: list[Backend] = [self, *self._places]
         every = [rollback for place in places for rollback in place.rollbacks()]
         for place in places:
-            place.hand_on(every)
+            place.copy_rollbacks(every)
 
     def source_of(self, entry: Entry) -> tuple[Backend, bool]:
         """Where what is not in a folder is copied from, and whether that may replace what has its name in the root: a
