@@ -269,7 +269,7 @@ class Catalog:
         step: int | None = None,
         until: Until | None = None,
     ) -> list[Entry]:
-        """The same, with those that cannot be read: for who says what is there, not for who acts on it.
+        """The same, including entries that cannot be read. For reports, not for decisions.
 
         Raises: NotFoundError, RootError and CorruptError of the root itself.
         """
@@ -309,10 +309,10 @@ class Catalog:
         return ", ".join(map(str, list(found)[-10:])) or "none"
 
     def last_sequence(self) -> int:
-        """Return the highest commit sequence of all that is there, abandoned or not; 0 where there is nothing.
+        """Return the highest commit sequence in the root, of abandoned checkpoints too; 0 if there is none.
 
-        Of a folder that is the one that is remembered it takes the memory's word: one listing tells that, and no look
-        at each of them delays a commit.
+        For directories that are remembered it trusts the memory, so a commit waits for one listing of the root and not
+        for a look into each checkpoint.
 
         Raises: NotFoundError, RootError.
         """
@@ -337,12 +337,11 @@ class Catalog:
         return highest, settled
 
     def confirm(self, entries: Iterable[Entry], *, wholly: Container[Path] = ()) -> bool:
-        """Look into the folders of those entries that are only `Listed`, and return whether they are what they were
-        taken to be: complete, with the same notes.
+        """Check that entries that are only `Listed` are still complete and have the same notes. Call it before
+        something is deleted; if it returns False, list again.
 
-        A folder whose inode, size and times are as when it was looked into is not looked into again, unless it is one
-        of `wholly`: of a file that was cut short in its place they tell nothing. Called before something is deleted;
-        where it is False, the next look says what is there. Raises: RootError.
+        A directory with the same inode, size and times as at the last look is not looked into again, unless it is in
+        `wholly`: a file that was cut short in place changes none of them. Raises: RootError.
         """
         is_so = True
         for entry in entries:
@@ -360,7 +359,7 @@ class Catalog:
         return is_so
 
     def forget(self, name: str) -> None:
-        """Have what lies under a name read anew: another checkpoint has it now."""
+        """Forget a name, so that it is read again: another checkpoint has it now."""
         self._known.pop(name, None)
         self._flawed.discard(name)
 
