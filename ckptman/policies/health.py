@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, NamedTuple
 
 from ckptman.errors import ConfigError, IntervalError
@@ -18,8 +18,8 @@ from ckptman.policies.parameters import check_positive
 
 Level = Literal["look", "problem"]
 
-WINDOW_SECONDS = 3600.0
-"""The training time of which a share has to be in breach."""
+_HOUR_SECONDS = 3600.0
+"""The training time of which a share has to be in breach; nothing is said twice within an hour."""
 _SMOOTH_SECONDS = 300.0
 _LONGEST_PERIOD_SECONDS = 60.0
 _QUIET_SECONDS = 600.0
@@ -69,15 +69,15 @@ class HealthSample:
 
 
 _SMOOTHED = ("utilisation", "power_watts", "pcie_in_bytes_per_second", "pcie_out_bytes_per_second", "clock", "loader")
-"""They jump within a step."""
-HIGHEST = ("memory_used_bytes", "temperature_celsius")
-_RATES = tuple(f"{each}_bytes_per_second" for each in ("disk_read", "disk_write", "network_in", "network_out"))
-FIGURES = (*_SMOOTHED, *HIGHEST, "host_available_bytes", *_RATES)
-"""What a summary has: the mean of each, of `HIGHEST` the highest."""
+"""They jump within a step, so their means are judged."""
+_HIGHEST = ("memory_used_bytes", "temperature_celsius")
+_HOST = ("host_available", "disk_", "network_")
+FIGURES = (*_SMOOTHED, *_HIGHEST, *(each.name for each in fields(HealthSample) if each.name.startswith(_HOST)))
+"""The figures of a summary: the maximum of `_HIGHEST`, the mean of all others."""
 
 
 class Finding(NamedTuple):
-    """A figure that is beyond its threshold. `what`: the name of the figure; `text`: of a person's words."""
+    """A figure beyond its threshold. `what`: name of the figure; `text`: description for people."""
 
     what: str
     level: Level
@@ -145,12 +145,15 @@ class HealthThresholds:
             )
 
     def findings(self, sample: HealthSample) -> Iterator[Finding]:
-        """Yield what in a sample is beyond its threshold, but for errors of the device."""
+        """Yield each figure of a sample that is beyond its threshold, except for device errors."""
         used = sample.utilisation
-        for level, least in (("problem", self.utilisation), ("look", self.utilisation_look)):
+        levels: tuple[tuple[Level, float | None], ...] = (
+            ("problem", self.utilisation),
+            ("look", self.utilisation_look),
+        )
+        for level, least in levels:
             if used is not None and least is not None and used < least:
-                text = f"GPU utilisation {used:.0%}, below {least:.0%}"
-                yield Finding("utilisation", "problem" if level == "problem" else "look", used, least, text)
+                yield Finding("utilisation", level, used, least, f"GPU utilisation {used:.0%}, below {least:.0%}")
                 break
         power, least = sample.power_watts, self.least_watts(sample.power_limit_watts)
         if power is not None and least is not None and power < least:
@@ -165,8 +168,7 @@ class HealthThresholds:
             text = f"GPU at {now:.0f} °C, above {slowdown - margin:.0f} °C (it slows down at {slowdown:.0f} °C)"
             yield Finding("temperature_celsius", "problem", now, slowdown - margin, text)
         if self.throttling and sample.throttled:
-            text = f"GPU slowed down ({', '.join(sample.throttled)})"
-            yield Finding("throttled", "problem", 1.0, 0.0, text)
+            yield Finding("throttled", "problem", 1.0, 0.0, f"GPU slowed down ({', '.join(sample.throttled)})")
         wait, most, low = sample.loader, self.loader_share, self.utilisation_look or 1.0
         if wait is not None and most is not None and wait > most and (used is None or used < low):
             text = f"training waits for its loader {wait:.0%} of the time, above {most:.0%}"
@@ -187,8 +189,8 @@ class HealthThresholds:
 
 @dataclass(frozen=True)
 class HealthBreach:
-    """A breach that began, or is over. `since`: when it began, in unix seconds; `seconds`: for how long it held until
-    now; `share`: of the samples meanwhile; `bad_node`: whether its node had better not be used again."""
+    """A breach that began or ended. `since`: its beginning, in unix seconds; `seconds`: how long it has held; `share`:
+    of the samples in that time; `bad_node`: whether its node should not be used again."""
 
     what: str
     level: Level
@@ -207,73 +209,72 @@ class HealthBreach:
         return f"{self.text}, in {self.share:.0%} of the samples of {seconds_text(self.seconds)} of training"
 
 
-class _Kind:
-    """The samples that were in breach of one threshold, as (number of the sample, time, finding)."""
-
-    def __init__(self) -> None:
-        self.hits: deque[tuple[int, float, Finding]] = deque()
-        self.since: float | None = None
-        self.first = 0
-
-    def breach(self, number: int, now: float, *, ended: bool = False) -> HealthBreach:
-        found, values = self.hits[-1][2], [each.value for _, _, each in self.hits]
-        # The share is that of what is remembered; a long breach began before that.
-        share = len(values) / (number - self.hits[0][0] + 1)
-        since = self.since if self.since is not None else now
-        fields = (found.what, found.level, math.fsum(values) / len(values), found.threshold)
-        return HealthBreach(*fields, since, now - since, share, found.text, ended)
-
-
 @dataclass
 class HealthSummary:
-    """The figures of a rank since the last summary: of each the number of samples, their sum, and the highest."""
+    """The figures of a rank since the last summary: the number of samples, their sum and the maximum of each."""
 
     samples: int = 0
     set_aside: int = 0
     figures: dict[str, tuple[int, float, float]] = field(default_factory=dict)
 
     def add(self, sample: HealthSample) -> None:
-        """Add a sample of the training."""
+        """Add a sample of training."""
         self.samples += 1
         for name in FIGURES:
-            value = getattr(sample, name)
-            if value is not None:
+            if (value := getattr(sample, name)) is not None:
                 count, total, most = self.figures.get(name, (0, 0.0, -math.inf))
                 self.figures[name] = (count + 1, total + value, max(most, value))
 
     def values(self) -> dict[str, float]:
-        """Return one number for each figure that is known. Another thread may be adding the last one."""
+        """Return one number for each known figure. Another thread might be adding the last one."""
         known = dict(self.figures).items()
-        return {name: most if name in HIGHEST else total / count for name, (count, total, most) in known}
+        return {name: most if name in _HIGHEST else total / count for name, (count, total, most) in known}
+
+
+class Hourly:
+    """Allows each key once an hour."""
+
+    def __init__(self) -> None:
+        self._last: dict[object, float] = {}
+
+    def is_due(self, key: object, now: float) -> bool:
+        """Return whether `key` was not allowed in the last hour, and allow it now."""
+        if now - self._last.get(key, -math.inf) < _HOUR_SECONDS:
+            return False
+        self._last[key] = now
+        return True
 
 
 class HealthWatch:
-    """Says which samples of a rank make a breach. Every time is one that the caller passes, in unix seconds.
+    """Decides which samples of a rank make a breach. The caller passes every time, in unix seconds.
 
-    A sample counts once its step is over, as a step that lasts far longer than the others is an evaluation or the like.
-    Errors of a device count at once.
+    A sample counts when its step has ended, because a step that takes far longer than the others is an evaluation or
+    similar. Errors of a device count at once.
     """
 
     def __init__(self, thresholds: HealthThresholds) -> None:
+        period = thresholds.period_seconds
         self.thresholds = thresholds
         self.summary = HealthSummary()
-        self._window = max(1, round(WINDOW_SECONDS / thresholds.period_seconds))
-        self._quiet = max(1, round(_QUIET_SECONDS / thresholds.period_seconds))
-        self._recent: deque[HealthSample] = deque(maxlen=max(1, round(_SMOOTH_SECONDS / thresholds.period_seconds)))
-        self._kinds: dict[tuple[str, Level], _Kind] = {}
+        self._window = max(1, round(_HOUR_SECONDS / period))
+        self._quiet = max(1, round(_QUIET_SECONDS / period))
+        self._recent: deque[HealthSample] = deque(maxlen=max(1, round(_SMOOTH_SECONDS / period)))
+        # By figure and level: the latest samples in breach, as (number, time, finding), and when a breach began.
+        self._hits: dict[tuple[str, Level], deque[tuple[int, float, Finding]]] = {}
+        self._since: dict[tuple[str, Level], float] = {}
         self._number = 0
         self._step, self._step_since = -1, 0.0
         self._waiting: list[tuple[float, HealthSample]] = []
         self._ecc_errors = 0
-        self._errors: dict[str, float] = {}
+        self._errors = Hourly()
 
     def see(
         self, now: float, step: int | None, sample: HealthSample, usual_seconds: float | None = None
     ) -> list[HealthBreach]:
-        """Take in a sample; return the breaches that began or are over.
+        """Take in a sample; return the breaches that began or ended.
 
         Args:
-            step: the last one that has ended; None: what the rank was at since the sample before is not training alone.
+            step: the last step that ended; None: the rank did something other than training since the last sample.
             usual_seconds: what a step takes; None: not known yet.
         """
         found = list(self._device_errors(now, sample))
@@ -296,20 +297,29 @@ class HealthWatch:
         self.summary.add(sample)
         self._recent.append(sample)
         for finding in self.thresholds.findings(self._smoothed(sample)):
-            self._kinds.setdefault(finding[:2], _Kind()).hits.append((self._number, now, finding))
-        for key, kind in list(self._kinds.items()):
-            while kind.hits and kind.since is None and kind.hits[0][0] <= self._number - self._window:
-                kind.hits.popleft()
-            while len(kind.hits) > self._window:  # of a breach that lasts
-                kind.hits.popleft()
-            if not kind.hits:
-                del self._kinds[key]
-            elif kind.since is None and len(kind.hits) > self.thresholds.share * self._window:
-                kind.since = kind.hits[0][1]
-                yield kind.breach(self._number, now)
-            elif kind.since is not None and self._number - kind.hits[-1][0] >= self._quiet:
-                yield kind.breach(kind.hits[-1][0], kind.hits[-1][1], ended=True)
-                del self._kinds[key]
+            hits = self._hits.setdefault(finding[:2], deque(maxlen=self._window))
+            hits.append((self._number, now, finding))
+        for key, hits in list(self._hits.items()):
+            last, last_time, _ = hits[-1]
+            if key in self._since:
+                if self._number - last >= self._quiet:
+                    yield self._breach(key, last, last_time, ended=True)
+                    del self._hits[key], self._since[key]
+                continue
+            while hits and hits[0][0] <= self._number - self._window:
+                hits.popleft()
+            if not hits:
+                del self._hits[key]
+            elif len(hits) > self.thresholds.share * self._window:
+                self._since[key] = hits[0][1]
+                yield self._breach(key, self._number, now)
+
+    def _breach(self, key: tuple[str, Level], number: int, now: float, *, ended: bool = False) -> HealthBreach:
+        hits, since = self._hits[key], self._since[key]
+        mean = math.fsum(found.value for _, _, found in hits) / len(hits)
+        # The share is that of the samples still remembered; a long breach began before them.
+        share, found = len(hits) / (number - hits[0][0] + 1), hits[-1][2]
+        return HealthBreach(*key, mean, found.threshold, since, now - since, share, found.text, ended)
 
     def _smoothed(self, sample: HealthSample) -> HealthSample:
         """Return a sample with the means of what jumps within a step; None where there are too few samples yet."""
@@ -321,7 +331,7 @@ class HealthWatch:
         return replace(sample, **means)  # type: ignore[arg-type]
 
     def _device_errors(self, now: float, sample: HealthSample) -> Iterator[HealthBreach]:
-        """Yield errors of the device: each kind at most once an hour."""
+        """Yield the errors of the device, each kind at most once an hour."""
         errors: list[tuple[str, float, bool, str]] = []
         if (rise := sample.ecc_errors - self._ecc_errors) > 0:
             errors.append(("ecc_errors", rise, True, f"{rise} uncorrected ECC error{'s' * (rise > 1)} of the GPU"))
@@ -330,9 +340,7 @@ class HealthWatch:
             errors.append(("xid", xid, xid in self.thresholds.bad_xids, f"the driver reports Xid {xid} of the GPU"))
         if sample.lost:
             errors.append(("lost", 1.0, True, f"the GPU cannot be read any more: {sample.lost}"))
-        for what, value, bad, text in errors:
-            key = f"{what} {value:g}" if what == "xid" else what
-            if now - self._errors.get(key, -math.inf) >= WINDOW_SECONDS:
-                self._errors[key] = now
-                level: Level = "problem" if bad else "look"
-                yield HealthBreach(what, level, value, 0.0, now, 0.0, 1.0, text, bad_node=bad)
+        for what, value, is_bad, text in errors:
+            if self._errors.is_due((what, value if what == "xid" else None), now):
+                level: Level = "problem" if is_bad else "look"
+                yield HealthBreach(what, level, value, 0.0, now, 0.0, 1.0, text, bad_node=is_bad)

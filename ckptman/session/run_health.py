@@ -1,9 +1,8 @@
-"""The health of this rank while it trains, and of all ranks for the journal; and which rank holds the others up."""
+"""Monitors this rank while it trains, and writes the health of all ranks and its stragglers to the journal."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 import weakref
@@ -11,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -20,20 +20,18 @@ from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.engine.comm.control_group import Channel, RankFailed
 from ckptman.engine.state.accelerators import is_capturing
 from ckptman.errors import ConfigError, RankLostError
-from ckptman.policies.health import HealthThresholds
-from ckptman.runtime.health.device import open_device
+from ckptman.policies.health import HealthThresholds, Hourly
+from ckptman.runtime.health.devices import open_device
 from ckptman.runtime.health.host import Host
 from ckptman.runtime.health.rank_report import (
-    FEWEST_STEPS,
     MOST_NAMED,
     RankHealth,
-    Straggler,
     breaches_over_ranks,
     over_ranks,
     stragglers,
     usual_seconds,
 )
-from ckptman.runtime.health.sampler import Open, Sampler
+from ckptman.runtime.health.sampler import Open, Phase, Sampler
 from ckptman.runtime.log import tell
 from ckptman.runtime.outcome import this_node
 from ckptman.runtime.watchdog import Watchdog
@@ -42,16 +40,14 @@ from ckptman.session.timings import Timings
 
 Setting = HealthThresholds | Literal["auto"] | None
 _FIRST_PERIODS = 12
-"""Nothing is sampled before training has run for so many periods: what is over by then needs none of this."""
+"""Sampling begins after so many periods of training: shorter runs do not need it."""
 _MOST_LAPS = 2000
 _MOST_OPEN = 200
-_SOON_SECONDS = 3600.0
-"""A straggler is not told again within that time."""
 _LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
 def thresholds_of(setting: Setting) -> HealthThresholds | None:
-    """Return what `health=` means. Raises: ConfigError."""
+    """Return the thresholds that `health=` stands for. Raises: ConfigError."""
     if setting is None or isinstance(setting, HealthThresholds):
         return setting
     if setting != "auto":
@@ -60,25 +56,25 @@ def thresholds_of(setting: Setting) -> HealthThresholds | None:
 
 
 class _Section(NamedTuple):
-    """Work of this rank's own: seconds on the host, and two events around it on its device, if it has one."""
+    """A piece of the rank's own work: seconds on the host, and the events around it on its device, if it has one."""
 
     seconds: float
     begun: Any
     ended: Any
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         return self.ended is None or bool(self.ended.query())
 
     def longest(self) -> float:
-        """Return the larger of the two."""
+        """Return the longer of the times on the host and on the device."""
         return self.seconds if self.ended is None else max(self.seconds, self.begun.elapsed_time(self.ended) / 1000)
 
 
 class RunHealth:
-    """Samples this rank's device, times its steps, and writes what the ranks say to the journal.
+    """Samples this rank's device, times its steps, and writes the reports of the ranks to the journal.
 
-    The training thread calls `own_work` and `step_ended`; `report` and `note` are called wherever a save is written.
+    The training thread calls `own_work` and `step_ended`; the thread that writes a save calls `report` and `note`.
     """
 
     def __init__(
@@ -94,27 +90,27 @@ class RunHealth:
         self._rank, self._is_leader, self._several = control.rank, control.is_leader, control.distributed
         self._loaders = [each for each in state if isinstance(each, ResumableLoader)]
         self._node = this_node(os.environ)
-        self._phase = _Phase(watchdog, timings)
+        self._phase = _phase(watchdog, timings)
         self._sampler: Sampler | None = None
         self._closed = False
         self._made = self._reported = time.monotonic()
-        self._told: dict[tuple[int, str], float] = {}
-        # Of the step that is under way, and of those that are over.
+        self._told = Hourly()
+        # The current step, and those that have ended.
         self._lap_began: float | None = None
         self._waited = 0.0
         self._is_in_work = False
         self._sections: list[_Section] = []
         self._open: deque[list[_Section]] = deque(maxlen=_MOST_OPEN)
-        self._steps: deque[float] = deque(maxlen=_MOST_LAPS)
-        self._loader: deque[float] = deque(maxlen=_MOST_LAPS)
-        self._work: deque[float] = deque(maxlen=_MOST_LAPS)
+        self._laps: dict[str, deque[float]] = {
+            f"{each}_seconds": deque(maxlen=_MOST_LAPS) for each in ("step", "work", "loader")
+        }
 
     # ---- the training thread -----------------------------------------------------------------------------------
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Time what is done inside, on the host and on its device."""
-        if self._is_in_work or len(self._sections) >= _MOST_LAPS:  # it is timed already, or no step ends
+        """Time the block on the host and on its device."""
+        if self._is_in_work or len(self._sections) >= _MOST_LAPS:  # nested, or no step ends
             yield
             return
         self._is_in_work, event, begun = True, _event(), time.perf_counter()
@@ -126,26 +122,21 @@ class RunHealth:
 
     def step_ended(self) -> None:
         """Note that a step has ended."""
-        now = time.perf_counter()
-        waited, sections = self._wait_seconds(), self._sections
+        now, waited, sections = time.perf_counter(), _waited(self._loaders), self._sections
         if self._lap_began is not None:
-            self._steps.append(now - self._lap_began)
+            self._laps["step_seconds"].append(now - self._lap_began)
             if self._loaders:
-                self._loader.append(waited - self._waited)
+                self._laps["loader_seconds"].append(waited - self._waited)
             if sections:
                 self._open.append(sections)
-            self._settle()
+            with suppress(RuntimeError):  # the device has failed; the calls of the training raise that
+                while self._open and all(each.has_ended for each in self._open[0]):
+                    self._laps["work_seconds"].append(sum(each.longest() for each in self._open.popleft()))
         self._lap_began, self._waited = now, waited
         if sections:
             self._sections = []
         if self._sampler is None and not self._closed:
             self._start_in_time()
-
-    def _settle(self) -> None:
-        """Count the work of steps whose events are over."""
-        with suppress(RuntimeError):  # the device has failed, as the training hears from its own calls
-            while self._open and all(each.is_over for each in self._open[0]):
-                self._work.append(sum(each.longest() for each in self._open.popleft()))
 
     def _start_in_time(self) -> None:
         if time.monotonic() - self._made < _FIRST_PERIODS * self._thresholds.period_seconds:
@@ -158,68 +149,48 @@ class RunHealth:
         if self._loaders:
             sources["the loader"] = partial(_LoaderShare, self._loaders)
         who = f"rank {self._rank} on {self._node}" if self._several else self._node
-        quiet = not self._is_leader  # all of them lack a library that one lacks
+        quiet = not self._is_leader  # a library that one rank lacks is missing on all
         self._sampler = Sampler(self._thresholds, who, self._node, sources, self._phase, quiet=quiet)
         weakref.finalize(self, self._sampler.stop)
         self._sampler.start()
 
-    def _wait_seconds(self) -> float:
-        return sum(each.wait_seconds for each in self._loaders)
-
     # ---- what the ranks say ------------------------------------------------------------------------------------
 
     def report(self) -> RankHealth | None:
-        """Return what this rank has to say since the last call; None: nothing was sampled. Never raises."""
+        """Return the report of this rank since the last call; None: nothing was sampled. Never raises."""
         if self._sampler is None:
             return None
-        try:
-            return self._report(self._sampler)
-        except Exception as error:  # noqa: BLE001 no figure is worth a save
-            tell(f"health: no report ({type(error).__name__}: {error})", logging.WARNING)
-            return None
-
-    def _report(self, sampler: Sampler) -> RankHealth | None:
-        summary, breaches = sampler.take()
-        steps, work, loader = _taken(self._steps), _taken(self._work), _taken(self._loader)
-        if not (summary.samples or breaches or steps):
-            return None
-        begun, self._reported = self._reported, time.monotonic()
-        return RankHealth(
-            self._rank,
-            self._node,
-            self._reported - begun,
-            summary.samples,
-            summary.set_aside,
-            summary.values(),
-            median(steps) if len(steps) >= FEWEST_STEPS else None,  # saves and evaluations are in some of them
-            usual_seconds(work),
-            usual_seconds(loader),
-            breaches,
-        )
+        with _harmless("report"):
+            summary, breaches = self._sampler.take()
+            laps = {name: list(each) for name, each in self._laps.items()}
+            for each in self._laps.values():
+                each.clear()
+            if not (summary.samples or breaches or laps["step_seconds"]):
+                return None
+            begun, self._reported = self._reported, time.monotonic()
+            usual = {name: usual_seconds(each) for name, each in laps.items()}
+            if usual["step_seconds"] is not None:
+                usual["step_seconds"] = median(laps["step_seconds"])  # some steps contain saves and evaluations
+            figures = summary.values() | {name: value for name, value in usual.items() if value is not None}
+            seconds = self._reported - begun
+            return RankHealth(self._rank, self._node, seconds, summary.samples, summary.set_aside, figures, breaches)
+        return None
 
     def note(self, reports: Sequence[RankHealth | None]) -> None:
-        """Write to the journal what the ranks said, and name stragglers. Leader only. Never raises."""
+        """Write the reports of the ranks to the journal, and name stragglers. Leader only. Never raises."""
         known = [each for each in reports if each is not None]
-        try:
-            if known:
-                self._note(known)
-        except Exception as error:  # noqa: BLE001 no figure is worth a save
-            tell(f"health: no summary ({type(error).__name__}: {error})", logging.WARNING)
-
-    def _note(self, reports: Sequence[RankHealth]) -> None:
-        events, counts = breaches_over_ranks(reports)
-        self._session.note("health", **over_ranks(reports), breaches=counts)
-        for event in events:
-            self._session.note("health_breach", **event)
-        now = time.monotonic()
-        slow = [each for each in stragglers(reports, self._thresholds) if self._is_news(each, now)]
-        for each in slow[:MOST_NAMED]:
-            self._told[each.rank, each.of] = now
-            tell(str(each), logging.WARNING)
-            self._session.note("straggler", **each._asdict(), text=str(each))
-
-    def _is_news(self, found: Straggler, now: float) -> bool:
-        return now - self._told.get((found.rank, found.of), -math.inf) >= _SOON_SECONDS
+        if not known:
+            return
+        with _harmless("summary"):
+            events, counts = breaches_over_ranks(known)
+            self._session.note("health", **over_ranks(known), breaches=counts)
+            for event in events:
+                self._session.note("health_breach", **event)
+            now, slow = time.monotonic(), stragglers(known, self._thresholds)
+            due = (each for each in slow if self._told.is_due((each.rank, each.of), now))
+            for each in islice(due, MOST_NAMED):
+                tell(str(each), logging.WARNING)
+                self._session.note("straggler", **each._asdict(), text=str(each))
 
     def close(self) -> None:
         """Stop sampling."""
@@ -229,51 +200,55 @@ class RunHealth:
 
 
 def finish(health: RunHealth | None, control: Channel) -> None:
-    """Bring together what the ranks have to say at the end of a run, and stop sampling. Every rank calls it."""
+    """Write the last reports of the ranks, and stop sampling. Every rank calls it at the end of a run."""
     reporting = health.report if health is not None else lambda: None
-    with suppress(RankFailed, RankLostError):  # who is lost is told by what comes next
+    with suppress(RankFailed, RankLostError):  # the next call reports a lost rank
         control.gather_on_leader(reporting, health.note if health is not None else lambda _: None)
     if health is not None:
         health.close()
 
 
-class _Phase:
-    """What the rank was at since it was asked before. It knows no RunHealth, which nobody may hold but its run."""
+@contextmanager
+def _harmless(what: str) -> Iterator[None]:
+    """Log any error: no figure is worth a save."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 whatever it is
+        tell(f"health: no {what} ({type(error).__name__}: {error})", logging.WARNING)
 
-    def __init__(self, watchdog: Watchdog, timings: Timings) -> None:
-        self._progress, self._timings, self._interruptions = watchdog.progress, timings, 0
 
-    def __call__(self) -> tuple[int | None, float | None]:
-        step, interruptions = self._progress.training
-        before, self._interruptions = self._interruptions, interruptions
-        return step if interruptions == before else None, self._timings.step_seconds
+def _phase(watchdog: Watchdog, timings: Timings) -> Phase:
+    """Return what the sampler asks for. It holds no RunHealth, so that a run that is not closed can be collected."""
+    progress, before = watchdog.progress, 0
+
+    def phase() -> tuple[int | None, float | None]:
+        nonlocal before
+        step, interruptions = progress.training
+        is_training, before = interruptions == before, interruptions
+        return step if is_training else None, timings.step_seconds
+
+    return phase
 
 
 class _LoaderShare:
-    """For which share of the time the training waited for its loaders."""
+    """The share of the time for which the training waited for its loaders."""
 
     def __init__(self, loaders: Sequence[ResumableLoader[Any]]) -> None:
         self._loaders = loaders
-        self._before = self._now()
+        self._before = time.perf_counter(), _waited(loaders)
 
     def read(self) -> dict[str, Any]:
         then, waited = self._before
-        now, waits = self._before = self._now()
+        now, waits = self._before = time.perf_counter(), _waited(self._loaders)
         return {"loader": (waits - waited) / max(1e-9, now - then)}
 
-    def _now(self) -> tuple[float, float]:
-        return time.perf_counter(), sum(each.wait_seconds for each in self._loaders)
 
-
-def _taken(laps: deque[float]) -> list[float]:
-    """Return and forget what the training thread may be adding to."""
-    found = list(laps)
-    laps.clear()
-    return found
+def _waited(loaders: Sequence[ResumableLoader[Any]]) -> float:
+    return sum(each.wait_seconds for each in loaders)
 
 
 def _device() -> tuple[str, str] | None:
-    """Return vendor and PCI address of the GPU that this thread uses; None: there is none."""
+    """Return vendor and PCI address of the current GPU; None: there is none."""
     cuda: Any = torch.cuda
     if not cuda.is_initialized():
         return None
@@ -285,7 +260,7 @@ def _device() -> tuple[str, str] | None:
 
 
 def _event() -> Any:
-    """Return an event on the current stream of a GPU; None where there is none, or a graph is captured."""
+    """Return an event on the current stream of a GPU; None without a GPU, or while a graph is captured."""
     cuda: Any = torch.cuda
     if not cuda.is_initialized() or is_capturing():
         return None

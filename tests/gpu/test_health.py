@@ -7,7 +7,7 @@ import torch
 
 import ckptman
 from ckptman.policies.health import HealthSample
-from ckptman.runtime.health.device import open_device
+from ckptman.runtime.health.devices import open_device
 from ckptman.runtime.journal import read_journal
 from ckptman.session import run_health
 from ckptman.storage.format.paths import journal_path

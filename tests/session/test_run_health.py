@@ -177,10 +177,10 @@ def test_work_on_a_device_counts_once_it_is_done_and_nobody_waits(tmp_path, monk
         with checkpointer.own_work():
             pass
         checkpointer.step(step + 1)
-        assert list(health._work) == []
+        assert list(health._laps["work_seconds"]) == []
         Event.over = True
         checkpointer.step(step + 2)
-        assert list(health._work) == [1.0]
+        assert list(health._laps["work_seconds"]) == [1.0]
 
 
 def test_what_is_not_training_is_known_by_the_signs_of_life():

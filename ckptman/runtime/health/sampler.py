@@ -1,4 +1,4 @@
-"""The thread that reads the figures of this rank's device and node, now and then, while it trains."""
+"""The thread that samples the device and the node of this rank while it trains."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from ckptman.errors import plain
-from ckptman.policies.health import HealthBreach, HealthSample, HealthSummary, HealthThresholds, HealthWatch
-from ckptman.runtime.health.device import DeviceLost
+from ckptman.policies.health import HealthBreach, HealthSample, HealthSummary, HealthThresholds, HealthWatch, Hourly
+from ckptman.runtime.health.devices import DeviceLost
 from ckptman.runtime.log import tell
 from ckptman.runtime.outcome import report_node
 
 _HANGS_SECONDS = 60.0
 _CLOSE_SECONDS = 1.0
-"""A library that hangs is left behind."""
+"""A library that hangs is not waited for any longer."""
 _MOST_KEPT = 64
 
 
 class Source(Protocol):
-    """What gives some of the figures of a `HealthSample`. Called by the thread of the sampler."""
+    """A source of figures for a `HealthSample`. Called by the thread of the sampler."""
 
     def read(self) -> dict[str, Any]:
-        """Return figures by name. Whatever it raises ends it, is told once, and does no harm."""
+        """Return figures by name. After an error it is not read again; the error is logged once."""
 
 
 Open = Callable[[], Source]
 Phase = Callable[[], tuple[int | None, float | None]]
-"""What the rank was at since it was asked before: the last step that has ended, None where it was not training alone;
-and what a step takes."""
+"""Returns the last step that ended, None if the rank did anything but train since the last call; and the time of a
+step."""
 
 
 class Sampler:
-    """Samples, and tells each breach in one line.
+    """Samples, and logs each breach in one line.
 
     Args:
         who: the rank and its node, in words.
-        node: what the node is called in the list of bad nodes.
-        sources: what to open in the thread of the sampler, by what people call it.
-        quiet: whether a library that is not installed is told of no one.
+        node: the name of the node in the list of bad nodes.
+        sources: what to open in the thread of the sampler, by a name for people.
+        quiet: do not log that a library is not installed.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Sampler:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ckptman-health", daemon=True)
         self._breaches: list[HealthBreach] = []
-        self._told: dict[str, float] = {}
+        self._told = Hourly()
         self._busy_with: tuple[str, float] | None = None
 
     def start(self) -> None:
         """Begin to sample."""
-        with suppress(RuntimeError):  # no more threads are to be had
+        with suppress(RuntimeError):  # no thread can be started
             self._thread.start()
 
     def stop(self) -> None:
@@ -73,7 +73,7 @@ class Sampler:
         self._closed.set()
 
     def close(self) -> None:
-        """Stop. What hangs is left behind."""
+        """Stop. Does not wait for a library that hangs."""
         self.stop()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
@@ -109,7 +109,7 @@ class Sampler:
                 self._found(breach)
 
     def _guarded(self, name: str, call: Callable[[], Any]) -> Any:
-        """Call a library that may be broken, or hang. Return None where it fails, which is told."""
+        """Call a library that might be broken or hang. Log an error and return None."""
         self._busy_with = (name, time.monotonic())
         try:
             return call()
@@ -118,7 +118,7 @@ class Sampler:
         except ModuleNotFoundError as error:
             if not self._quiet:
                 self._tell(name, f"no figures of {name}: {error}", logging.INFO)
-        except BaseException as error:  # noqa: BLE001 whatever it is, training goes on
+        except BaseException as error:  # noqa: BLE001 training continues after any error
             why = f"{type(error).__name__}: {error}"
             self._tell(name, f"{name} does not work ({why}): no figures of it; training goes on")
         finally:
@@ -130,16 +130,13 @@ class Sampler:
             self._breaches.append(breach)
         if breach.ended:
             return
-        self._tell(
-            f"{breach.what} {breach.level}", str(breach), logging.WARNING if breach.level == "problem" else logging.INFO
-        )
+        level = logging.WARNING if breach.level == "problem" else logging.INFO
+        self._tell(f"{breach.what} {breach.level}", str(breach), level)
         if breach.bad_node:
             with suppress(OSError):
                 report_node(self._node, breach.text, os.environ)
 
     def _tell(self, key: str, text: str, level: int = logging.WARNING) -> None:
-        """Log a line, the same one at most once an hour."""
-        now = time.monotonic()
-        if now - self._told.get(key, -1e9) >= 3600:
-            self._told[key] = now
+        """Log a line, with the same key at most once an hour."""
+        if self._told.is_due(key, time.monotonic()):
             tell(f"health of {self._who}: {text}", level)

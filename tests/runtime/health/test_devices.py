@@ -10,7 +10,7 @@ import pytest
 
 from ckptman.policies.health import HealthSample
 from ckptman.runtime.health import host
-from ckptman.runtime.health.device import DeviceLost, open_device
+from ckptman.runtime.health.devices import DeviceLost, open_device
 from ckptman.runtime.health.host import Host
 from ckptman.runtime.host_memory import total_bytes
 

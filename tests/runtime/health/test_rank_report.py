@@ -9,7 +9,6 @@ from ckptman.policies.health import FIGURES, HealthBreach, HealthThresholds
 from ckptman.runtime.health.rank_report import (
     RankHealth,
     breaches_over_ranks,
-    exceeding,
     over_ranks,
     stragglers,
     usual_seconds,
@@ -17,17 +16,22 @@ from ckptman.runtime.health.rank_report import (
 
 
 def ranks(count, seed=1, **of_one):
-    """Healthy ranks with steps of a second; `of_one`: what is different on some, by `rN`."""
+    """Healthy ranks with steps of a second; `of_one`: figures that differ on some ranks, by `rN`."""
     chance, found = random.Random(seed), []
     for rank in range(count):
-        work = chance.gauss(0.5, 0.01)
-        figures = {"utilisation": 0.97, "clock": chance.gauss(0.9, 0.015)}
-        fields = {"step_seconds": 1.0, "work_seconds": work, "loader_seconds": 0.01, "samples": 300, "figures": figures}
-        found.append(RankHealth(rank, f"node{rank // 8:04}", **{**fields, **of_one.get(f"r{rank}", {})}))
+        figures = {
+            "step_seconds": 1.0,
+            "work_seconds": chance.gauss(0.5, 0.01),
+            "loader_seconds": 0.01,
+            "utilisation": 0.97,
+            "clock": chance.gauss(0.9, 0.015),
+        }
+        figures |= of_one.get(f"r{rank}", {})
+        found.append(RankHealth(rank, f"node{rank // 8:04}", samples=300, figures=figures))
     return found
 
 
-LATE, SLOWED = {"loader_seconds": 0.4}, {"figures": {"utilisation": 1.0, "clock": 0.6}}
+LATE, SLOWED = {"loader_seconds": 0.4}, {"clock": 0.6}
 SLOW = ranks(64, r13={"work_seconds": 0.75})
 
 
@@ -41,8 +45,12 @@ SLOW = ranks(64, r13={"work_seconds": 0.75})
         (ranks(64, r7=SLOWED), {}, [(7, "clock")]),
         # A loader that the GPU hides holds nobody up. On a CPU the training waits for whatever it waits for.
         (ranks(8, r3=LATE), {}, []),
-        (ranks(8, r3={**LATE, "figures": {"utilisation": 0.6}}), {}, [(3, "loader")]),
-        ([RankHealth(r, "n", step_seconds=1.0, loader_seconds=0.4 * (r == 1)) for r in range(2)], {}, [(1, "loader")]),
+        (ranks(8, r3={**LATE, "utilisation": 0.6}), {}, [(3, "loader")]),
+        (
+            [RankHealth(r, "n", figures={"step_seconds": 1.0, "loader_seconds": 0.4 * r}) for r in range(2)],
+            {},
+            [(1, "loader")],
+        ),
         # One rank or few steps make no straggler.
         (ranks(1, r0={"work_seconds": 9.0}), {}, []),
         ([RankHealth(rank, "n") for rank in range(4)], {}, []),
@@ -61,10 +69,9 @@ def test_what_is_said_of_a_straggler():
     assert "its GPU runs at 60% of its clock, that of the median rank at" in str(slow)
 
 
-def test_what_is_usual_and_what_exceeds_it():
+def test_the_usual_time_of_a_step_leaves_out_the_longest():
     assert usual_seconds([1.0] * 5) is None
     assert usual_seconds([1.0] * 98 + [60.0, 90.0]) == 1.0
-    assert exceeding([1.0, None, 2.0], 1.0, 0.5) == [(2, 2.0, 1.0)]
 
 
 def test_a_line_is_bounded_however_many_ranks_there_are():

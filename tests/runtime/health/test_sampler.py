@@ -8,7 +8,7 @@ import pytest
 
 from ckptman.policies.health import HealthThresholds
 from ckptman.runtime.health import sampler as sampling
-from ckptman.runtime.health.device import DeviceLost, open_device
+from ckptman.runtime.health.devices import DeviceLost, open_device
 from ckptman.runtime.health.sampler import Sampler
 from ckptman.runtime.outcome import OUTCOME_ENV, reported_nodes
 
