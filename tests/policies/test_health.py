@@ -7,10 +7,9 @@ import pytest
 
 import ckptman
 from ckptman.errors import ConfigError, IntervalError
-from ckptman.policies.health import HARDWARE_XIDS, HealthSample, HealthThresholds, HealthWatch
+from ckptman.policies.health import HealthSample, HealthThresholds, HealthWatch
 
 PERIOD, STEP = 5.0, 1.0
-DAY = 24 * 3600
 
 
 def healthy(chance, **other):
@@ -34,12 +33,10 @@ def healthy(chance, **other):
 
 SAVING = {"utilisation": 0.1, "power_watts": 150.0, "pcie_out_bytes_per_second": 27e9}
 EVALUATING = {"utilisation": 0.5, "power_watts": 290.0, "pcie_in_bytes_per_second": 2e9}
-
-
 FIRST_BATCH = {"utilisation": 0.0, "power_watts": 120.0, "loader": 1.0}
 
 
-def day(seed, seconds=DAY, **fault):
+def day(seed, seconds, **fault):
     """The samples of a day, each with the last step (None: a save was under way). There is a save every half an hour,
     an evaluation every hour that nobody speaks of, and an epoch's first batch that takes 20 s. `fault`: figures of all
     samples in training."""
@@ -63,11 +60,6 @@ def watched(recorded, watch=None, start=0.0):
     return found
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_nothing_is_told_of_a_healthy_day(seed):
-    assert watched(day(seed)) == []
-
-
 @pytest.mark.parametrize(
     ("fault", "what", "level"),
     [
@@ -83,7 +75,7 @@ def test_nothing_is_told_of_a_healthy_day(seed):
     ],
 )
 def test_a_fault_is_told_once_within_minutes_while_it_lasts(fault, what, level):
-    found = [each for each in watched(day(3, 6 * 3600, **fault)) if each.what == what]
+    found = [each for each in watched(day(3, 2 * 3600, **fault)) if each.what == what]
     assert [(each.level, each.ended) for each in found] == [(level, False)]
     assert 150 <= found[0].since + found[0].seconds <= 600  # of the trace, not of a clock
     assert found[0].share > 0.9
@@ -91,16 +83,20 @@ def test_a_fault_is_told_once_within_minutes_while_it_lasts(fault, what, level):
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("hours", "thresholds", "fault"),
     [
-        {"loader": 0.8},  # behind a GPU that has enough to do
-        {"power_watts": 210.0, "power_limit_watts": 400.0},
-        {"power_watts": None, "utilisation": None, "pcie_in_bytes_per_second": None},
-        {"pcie_in_bytes_per_second": 18e9},
+        (24, {}, {}),
+        (4, {}, {"loader": 0.8}),  # a busy GPU hides it
+        (4, {}, {"power_watts": 210.0, "power_limit_watts": 400.0}),
+        (4, {}, {"power_watts": None, "utilisation": None, "pcie_in_bytes_per_second": None}),
+        (4, {}, {"pcie_in_bytes_per_second": 18e9}),
+        (1, {"utilisation": None, "utilisation_look": 0.5}, {"utilisation": 0.6}),
+        (1, {"power_watts": None, "power_share": None}, {"power_watts": 100.0}),
     ],
 )
-def test_what_is_no_fault_is_not_told(fault):
-    assert watched(day(4, 4 * 3600, **fault)) == []
+def test_nothing_is_told_of_a_healthy_day(hours, thresholds, fault):
+    watch = HealthWatch(ckptman.HealthThresholds(**thresholds))
+    assert watched(day(4, hours * 3600, **fault), watch) == []
 
 
 def test_a_loader_that_starves_long_steps_shows_in_the_mean():
@@ -145,8 +141,6 @@ def test_errors_of_a_device_count_at_once_whatever_the_run_is_at():
     assert watch.see(20.0, 1, healthy(chance, xids=(79,))) == []
     [lost] = watch.see(25.0, 1, HealthSample(lost="GPU is lost"))
     assert lost.bad_node
-    assert {48, 79, 94, 95} <= set(HARDWARE_XIDS)
-    assert not {13, 31, 43, 45} & set(HARDWARE_XIDS)
 
 
 def test_the_summary_is_of_training_alone():
@@ -158,9 +152,7 @@ def test_the_summary_is_of_training_alone():
     assert watch.summary.values() == {"utilisation": 0.95, "temperature_celsius": 70.0}
 
 
-def test_thresholds_can_be_changed():
-    thresholds = ckptman.HealthThresholds(utilisation=None, utilisation_look=0.5, power_watts=None, power_share=None)
-    assert watched(day(10, 3600, utilisation=0.6, power_watts=100.0), HealthWatch(thresholds)) == []
+def test_the_power_that_is_expected_of_a_device():
     assert [HealthThresholds().least_watts(limit) for limit in (700, 500, 400, None)] == [350, 350, 200, None]
 
 
@@ -168,13 +160,10 @@ def test_thresholds_can_be_changed():
     ("name", "value", "error"),
     [
         ("share", 0, IntervalError),
-        ("share", 1.5, IntervalError),
         ("share", None, ConfigError),
         ("utilisation", 90, IntervalError),
         ("utilisation", "70 %", ConfigError),
-        ("period_seconds", -1, IntervalError),
         ("period_seconds", 1e9, IntervalError),
-        ("pcie_bytes_per_second", 0, IntervalError),
         ("bad_xids", "79", ConfigError),
         ("bad_xids", (4.8,), ConfigError),
     ],

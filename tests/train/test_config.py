@@ -18,8 +18,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "run.toml"
 def document(**sections):
     whole = {"data": {"path": "tokens"}, "run": {"steps": 200}, "checkpoint": {"root": "checkpoints"}}
     for name, values in sections.items():
-        whole.setdefault(name, {}).update(values)
-    return whole
+        whole[name] = whole.get(name, {}) | (values or {})
+    return {name: values for name, values in whole.items() if sections.get(name, values) is not None}
 
 
 def test_the_example_is_valid_and_shows_every_key_with_its_default():
@@ -57,8 +57,6 @@ def test_all_wrong_values_are_told_at_once_in_one_line_each():
         check_config(document(run={"steps": 0}, data={"global_batch": "many"}, optimizer={"learning_rate": -1.0}))
     lines = str(caught.value).splitlines()
     assert len(lines) == 4
-    with pytest.raises(ConfigError, match="checkpoint: missing"):
-        check_config({"data": {"path": "x"}, "run": {"steps": 1}})
     for name in ("run.steps", "data.global_batch", "optimizer.learning_rate"):
         assert sum(name in line for line in lines) == 1
 
@@ -66,12 +64,11 @@ def test_all_wrong_values_are_told_at_once_in_one_line_each():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"checkpoint": None}, "checkpoint: missing"),
         ({"model": {"dim": 100, "heads": 8}}, "not a multiple of model.heads"),
         ({"model": {"dim": 24, "heads": 8}}, "even width"),
         ({"model": {"heads": 8, "kv_heads": 3}}, "does not divide"),
         ({"checkpoint": {"min_seconds": 901.0}}, "checkpoint.max_seconds"),
-        ({"checkpoint": {"keep_last": 0}}, "checkpoint.keep_last"),
-        ({"checkpoint": {"every_steps": -1}}, "checkpoint.every_steps"),
         ({"checkpoint": {"every_seconds": float("nan")}}, "checkpoint.every_seconds"),
         ({"parallel": {"compute_dtype": "float16"}}, "parallel.compute_dtype"),
     ],
@@ -128,15 +125,6 @@ def test_an_error_is_one_message_and_an_exit_code(tmp_path, capsys, monkeypatch)
     assert capsys.readouterr().err.startswith("error: unknown key 'model.colour'")
     assert main(["--config", str(EXAMPLE), "--set", f"data.path={tmp_path}"]) == 3
     assert "python -m ckptman.train.tokenize" in capsys.readouterr().err
-
-
-def test_only_one_rank_of_a_node_speaks(capsys, monkeypatch):
-    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    assert main(["--config", str(EXAMPLE), "--set", "model.colour=3"]) == 2
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow

@@ -14,21 +14,20 @@ def test_no_launcher_is_a_world_of_one():
     assert launch_from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).alone
 
 
-def test_torchrun():
-    environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **MASTER}
-    assert launch_from_environment(environ) == Launch(5, 8, 1, 4, alone=False)
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **MASTER}
+SRUN = {"SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "11", "SLURM_LOCALID": "2", **MASTER}
 
 
-def test_srun():
-    environ = {
-        "SLURM_PROCID": "6",
-        "SLURM_STEP_NUM_TASKS": "11",
-        "SLURM_LOCALID": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
-    }
-    assert launch_from_environment({**environ, **MASTER}) == Launch(6, 11, 2, 3, alone=False)
-    with pytest.raises(ConfigError, match="MASTER_ADDR"):
-        launch_from_environment(environ)
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        (TORCHRUN, (5, 8, 1, 4)),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, (5, 8, 1, 4)),  # one for each task of srun
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, (6, 11, 2, 3)),
+    ],
+)
+def test_torchrun_and_srun(environ, found):
+    assert launch_from_environment(environ) == Launch(*found, alone=False)
 
 
 @pytest.mark.parametrize(
@@ -44,17 +43,13 @@ def test_tasks_of_srun_that_would_each_be_a_world_are_refused(environ):
     assert launch_from_environment({**environ, **MASTER, "SLURM_STEP_NUM_TASKS": "1"}).rank == int(environ["RANK"])
 
 
-def test_one_torchrun_per_task_of_srun_is_one_world():
-    environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
-    assert launch_from_environment({**environ, **MASTER, "SLURM_STEP_NUM_TASKS": "2"}).world_size == 8
-
-
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
         ({"RANK": "1"}, "WORLD_SIZE is not set"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one'"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK is not set"),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}, "MASTER_ADDR"),
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **MASTER}, "cannot be"),
     ],
 )

@@ -4,8 +4,6 @@ import logging
 import threading
 from contextlib import contextmanager
 
-import pytest
-
 from ckptman.policies.health import HealthThresholds
 from ckptman.runtime.health import sampler as sampling
 from ckptman.runtime.health.devices import DeviceLost, open_device
@@ -80,14 +78,11 @@ def test_a_device_with_errors_puts_its_node_on_the_list(tmp_path, monkeypatch, c
     ]
 
 
-@pytest.mark.parametrize(
-    "broken", [ImportError("libnvidia-ml.so.1: bad ELF"), RuntimeError("unknown\nerror"), KeyError("x")]
-)
-def test_a_broken_library_is_told_once_and_the_rest_goes_on(broken, caplog):
+def test_a_broken_library_is_told_once_and_the_rest_goes_on(caplog):
     def opening():
-        raise broken
+        raise ImportError("libnvidia-ml.so.1: bad ELF")
 
-    later, good = Recorded({}, broken), Recorded({"host_available_bytes": 5.0}, after=20)
+    later, good = Recorded({}, RuntimeError("unknown\nerror")), Recorded({"host_available_bytes": 5.0}, after=20)
     with sampled({"the GPU": opening, "the card": lambda: later, "the host": lambda: good}) as sampler:
         assert good.done.wait(WAIT)
     lines = [each.message for each in caplog.records]
