@@ -11,8 +11,7 @@ from pathlib import Path
 from ckptman.errors import EXIT_OK
 from ckptman.runtime.signals import SignalHandler
 from ckptman.train.config import load_config
-from ckptman.train.failure import ErrorReport
-from ckptman.train.launch import Launch, launch_from_environment
+from ckptman.train.launch import ErrorReport, Launch, launch_from_environment
 from ckptman.train.setup import describe, prepare
 
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import ckptman
 from ckptman.train.config import OptimizerConfig
 from ckptman.train.dataset.batches import TokenData
-from ckptman.train.failure import ErrorReport
+from ckptman.train.launch import ErrorReport
 from ckptman.train.model import Decoder, token_loss_sum
 from ckptman.train.parallel import (
     World,

@@ -22,8 +22,7 @@ from ckptman.errors import ConfigError
 from ckptman.runtime.outcome import this_node
 from ckptman.runtime.watchdog import within
 from ckptman.train.config import ModelConfig, ParallelConfig
-from ckptman.train.failure import ErrorReport
-from ckptman.train.launch import Launch, mesh_shape
+from ckptman.train.launch import ErrorReport, Launch, mesh_shape
 from ckptman.train.model import Decoder, init_weights
 from ckptman.train.rendezvous import meet
 
@@ -76,17 +75,14 @@ def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
         )
     # With one GPU bound to each task every process sees its own as number 0.
     device = torch.device("cuda", launch.local_rank if gpus > 1 else 0)
-    if config.compute_dtype == "bfloat16" and not _computes_in_bfloat16(device):
+    # torch.cuda.is_bf16_supported() asks the current device, which is not this one yet. AMD's GPUs all have bfloat16.
+    needs_check = config.compute_dtype == "bfloat16" and torch.version.hip is None
+    if needs_check and torch.cuda.get_device_capability(device) < _BF16_CAPABILITY:
         raise ConfigError(
             f"parallel.compute_dtype: {torch.cuda.get_device_name(device)} does not compute in bfloat16, as GPUs of "
             f'NVIDIA do from A100 on: set it to "float32", or ask for other GPUs'
         )
     return device
-
-
-def _computes_in_bfloat16(device: torch.device) -> bool:
-    # torch.cuda.is_bf16_supported() asks the current device, which is not this one yet.
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _BF16_CAPABILITY
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.errors import ConfigError
-from ckptman.train.failure import ErrorReport
-from ckptman.train.launch import Launch
+from ckptman.train.launch import ErrorReport, Launch
 from tests.helpers.ranks import start_ranks
 from tests.train.test_loop import SHAPE, tokens
 

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptman.data.shuffle import largest_share, share
 from ckptman.train.config import ModelConfig, OptimizerConfig, ParallelConfig
-from ckptman.train.failure import ErrorReport
-from ckptman.train.launch import Launch
+from ckptman.train.launch import ErrorReport, Launch
 from ckptman.train.loop import accumulate_gradients, build_optimizer, build_scheduler, update
 from ckptman.train.model import Decoder, init_weights, token_loss_sum
 from ckptman.train.parallel import build_model, process_group

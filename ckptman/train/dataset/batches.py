@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptman.data.shuffle import Indices, largest_share, sample_ids, share
+from ckptman.data.shuffle import largest_share, sample_ids, share
 from ckptman.errors import ConfigError
 from ckptman.train.config import DataConfig
 from ckptman.train.dataset.tokenfile import map_tokens, read_meta, sample_count
@@ -31,30 +31,21 @@ class TokenData:
         self._rank, self._world_size = rank, world_size
         self._tokens = map_tokens(config.path, self.meta)
 
-    @property
-    def micro_batches(self) -> int:
-        """How many micro-batches a step has: on every rank the same, because collectives must match."""
-        return -(-largest_share(self._config.global_batch, self._world_size) // self._config.micro_batch)
-
-    def next_ids(self) -> Indices:
-        """The samples of this rank's share of the next global batch; moves the position on by the whole batch."""
-        start, end = share(self._config.global_batch, self._rank, self._world_size)
-        ids = sample_ids(self.position + start, end - start, self.samples, self._seed)
-        self.position += self._config.global_batch
-        return ids
-
     def next_batch(self) -> list[torch.Tensor]:
-        """This rank's share of the next global batch in micro-batches: int64, each [at most micro_batch, sequence + 1].
+        """Return this rank's share of the next global batch: int64 micro-batches [at most micro_batch, sequence + 1].
 
-        A micro-batch may be smaller than the others or have no sample at all: then its shape is [0, sequence + 1].
+        All ranks get the same number of micro-batches, because collectives must match. The last ones can be smaller or
+        have no sample at all.
         """
-        ids = self.next_ids()
-        length = self._config.sequence_tokens
+        whole, size, length = self._config.global_batch, self._config.micro_batch, self._config.sequence_tokens
+        start, end = share(whole, self._rank, self._world_size)
+        ids = sample_ids(self.position + start, end - start, self.samples, self._seed)
+        self.position += whole
         rows = np.empty((len(ids), length + 1), np.int64)
         for row, start in zip(rows, (ids * np.uint64(length)).tolist()):
             row[:] = self._tokens[start : start + length + 1]
-        batch, size = torch.from_numpy(rows), self._config.micro_batch
-        return [batch[index * size : (index + 1) * size] for index in range(self.micro_batches)]
+        batch, count = torch.from_numpy(rows), -(-largest_share(whole, self._world_size) // size)
+        return [batch[index * size : (index + 1) * size] for index in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
         return {
