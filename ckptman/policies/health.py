@@ -1,4 +1,4 @@
-"""When a device or a node is not as it should be: figures, thresholds, and for how long a breach has to hold.
+"""Anomalies of a device or a node: figures, thresholds, and how long a breach has to hold.
 
 HealthThresholds()
 HealthThresholds(utilisation=0.5, pcie_bytes_per_second=None, period_seconds=10)
@@ -23,9 +23,9 @@ _HOUR_SECONDS = 3600.0
 _SMOOTH_SECONDS = 300.0
 _LONGEST_PERIOD_SECONDS = 60.0
 _QUIET_SECONDS = 600.0
-"""A breach is over after so much training time without it."""
+"""A breach ends after so much training time without it."""
 _LONG_STEPS, _LONG_SECONDS = 5.0, 10.0
-"""A step that takes so many times the usual, and so long, is an evaluation or the like."""
+"""A step that takes so many times the usual, and so long, is an evaluation or similar."""
 _SHARES = ("utilisation", "utilisation_look", "power_share", "loader_share", "host_memory_share", "share")
 _USUAL_LIMIT_WATTS = (500.0, 700.0)
 HARDWARE_XIDS = (48, 64, 74, 79, 92, 94, 95, 119, 120, 140)
@@ -36,13 +36,12 @@ HARDWARE_XIDS = (48, 64, 74, 79, 92, 94, 95, 119, 120, 140)
 
 @dataclass(frozen=True, kw_only=True)
 class HealthSample:
-    """What was read at one time, of the device of a rank and of its node. None: it is not known.
+    """The figures of a rank's device and node at one time. None: not known.
 
     `utilisation`: share of the time in which a kernel ran; `pcie_in...`: received by the device; `clock`: as a share of
-    its maximum; `slowdown_celsius`: where the device slows itself down; `throttled`: why it does so now; `ecc_errors`:
-    uncorrected ones since the first sample; `lost`: why the device cannot be read any more; `loader`: share of the time
-    for which training waited for its ResumableLoader. Of the host: `available_bytes` of memory, and bytes per second of
-    its disks and networks.
+    its maximum; `slowdown_celsius`: the temperature at which the device slows down; `throttled`: why it is slowed down;
+    `ecc_errors`: uncorrected ones since the first sample; `lost`: why the device cannot be read any more; `loader`:
+    share of the time in which training waited for its ResumableLoader. The other figures are those of the host.
     """
 
     utilisation: float | None = None
@@ -88,31 +87,31 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class HealthThresholds:
-    """What counts as not healthy. None: not looked at.
+    """Thresholds of the health of GPUs and nodes. None turns one off.
 
     Utilisation, power, PCIe and the wait for the loader are averaged over five minutes of training. A breach counts
-    when it held in more than `share` of an hour of training, which takes three minutes, or eight where it is averaged.
-    What was sampled in a save, a restore, an evaluation or before the first step does not count.
+    when it held in more than `share` of an hour of training, which takes three minutes, or eight if it is averaged.
+    Samples during a save, a restore or an evaluation, and before the first step, do not count.
 
     Args:
-        utilisation: of a GPU, below which it is a problem, as a share of the time.
-        utilisation_look: the same, below which it is worth a look.
-        power_watts: below which a GPU does not do what it could, on devices with a power limit of 500 to 700 W.
+        utilisation: share of the time in which a GPU is busy; a problem below it.
+        utilisation_look: the same; worth a look below it.
+        power_watts: a problem below it, on devices with a power limit of 500 to 700 W.
         power_share: the same for all other devices, as a share of their power limit.
-        pcie_bytes_per_second: into or out of a GPU, above which it is worth a look.
-        temperature_margin_celsius: a problem where a GPU is less than that below the temperature at which it slows
-            down.
-        throttling: whether it is a problem when a GPU slows down for its temperature or for want of power.
-        loader_share: of the training's time, spent waiting for a ResumableLoader; on a GPU it counts only together with
+        pcie_bytes_per_second: into or out of a GPU; worth a look above it.
+        temperature_margin_celsius: a problem if a GPU is closer than this to the temperature at which it slows down.
+        throttling: whether it is a problem if a GPU slows down for its temperature or for lack of power.
+        loader_share: share of training time spent waiting for a ResumableLoader; on a GPU a problem only together with
             a low utilisation.
-        host_memory_share: of the memory of a node, below which so little is available that it is a problem.
-        straggler_share: of a step: a rank whose own work takes that much longer than that of the median rank is named.
-        bad_xids: the Xids of NVIDIA that put a node on the list of bad nodes.
+        host_memory_share: share of a node's memory; a problem if less is available.
+        straggler_share: share of a step; a rank whose own work takes that much longer than that of the median rank is
+            a straggler.
+        bad_xids: NVIDIA's Xids that put a node on the list of bad nodes.
         share: of the samples of an hour of training.
-        period_seconds: the time between two samples, at most 60.
+        period_seconds: time between two samples, at most 60.
 
     Raises:
-        IntervalError: a number that cannot be.
+        IntervalError: a number that is out of range.
         ConfigError: a value of the wrong kind.
     """
 
@@ -179,7 +178,7 @@ class HealthThresholds:
             yield Finding("host_available_bytes", "problem", left, least * whole, text)
 
     def least_watts(self, limit_watts: float | None) -> float | None:
-        """Return the power below which a device with this limit does not do what it could; None: not looked at."""
+        """Return the power below which a device with this limit has a problem; None: not checked."""
         if limit_watts is None:
             return None
         if self.power_watts is not None and _USUAL_LIMIT_WATTS[0] <= limit_watts <= _USUAL_LIMIT_WATTS[1]:
@@ -322,7 +321,7 @@ class HealthWatch:
         return HealthBreach(*key, mean, found.threshold, since, now - since, share, found.text, ended)
 
     def _smoothed(self, sample: HealthSample) -> HealthSample:
-        """Return a sample with the means of what jumps within a step; None where there are too few samples yet."""
+        """Return a sample with the means of the figures that jump within a step; None: too few samples yet."""
         means: dict[str, float | None] = dict.fromkeys(_SMOOTHED)
         for name in _SMOOTHED if len(self._recent) == self._recent.maxlen else ():
             values = [value for each in self._recent if (value := getattr(each, name)) is not None]

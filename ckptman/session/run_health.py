@@ -168,11 +168,11 @@ class RunHealth:
             if not (summary.samples or breaches or laps["step_seconds"]):
                 return None
             begun, self._reported = self._reported, time.monotonic()
-            usual = {name: usual_seconds(each) for name, each in laps.items()}
-            if usual["step_seconds"] is not None:
-                usual["step_seconds"] = median(laps["step_seconds"])  # some steps contain saves and evaluations
-            figures = summary.values() | {name: value for name, value in usual.items() if value is not None}
-            seconds = self._reported - begun
+            figures, seconds = summary.values(), self._reported - begun
+            for name, times in laps.items():
+                if (usual := usual_seconds(times)) is not None:
+                    # Some steps contain saves and evaluations.
+                    figures[name] = median(times) if name == "step_seconds" else usual
             return RankHealth(self._rank, self._node, seconds, summary.samples, summary.set_aside, figures, breaches)
         return None
 
