@@ -21,8 +21,7 @@ from ckptman.engine.comm.control_group import Channel, RankFailed
 from ckptman.engine.state.accelerators import is_capturing
 from ckptman.errors import ConfigError, RankLostError
 from ckptman.policies.health import HealthThresholds, Hourly
-from ckptman.runtime.health.devices import open_device
-from ckptman.runtime.health.host import Host
+from ckptman.runtime.health.devices import Host, open_device
 from ckptman.runtime.health.rank_report import (
     MOST_NAMED,
     RankHealth,

@@ -1,14 +1,18 @@
-"""Figures of a GPU, from the management library of its maker: `nvidia-ml-py` or `amdsmi`.
+"""Figures of a node, and of a GPU from the management library of its maker: `nvidia-ml-py` or `amdsmi`.
 
-`amdsmi` should be the version of the installed ROCm. Both are imported when a GPU is opened.
+`amdsmi` should be the version of the installed ROCm. The libraries are imported when a GPU is opened.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from ckptman.runtime.host_memory import available_bytes, total_bytes
 
 _MOST_REFUSALS = 3
 _KNOWN = ("utilisation", "power_watts", "temperature_celsius")
@@ -21,6 +25,10 @@ _AMD_THROTTLED = {
     "active_vr_thrm": "temperature of the voltage regulator",
     "active_hbm_thrm": "temperature of its memory",
 }
+_INFINIBAND, _NETWORKS = Path("/sys/class/infiniband"), Path("/sys/class/net")
+_WORD_BYTES = 4
+"""InfiniBand counts in lanes: four bytes are one."""
+_IP_OVER_INFINIBAND = "32"
 
 
 class DeviceLost(Exception):
@@ -206,3 +214,54 @@ def open_device(vendor: str, pci_address: str) -> Device:
     if all(figures.get(name) is None for name in _KNOWN):
         raise RuntimeError(f"it knows neither utilisation nor power nor temperature of {pci_address}")
     return device
+
+
+class Host:
+    """This node. Rates are means since the last reading."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._before: tuple[float, dict[str, int]] = (clock(), _counters())
+
+    def read(self) -> dict[str, Any]:
+        """Return figures of a `HealthSample`. Raises: OSError."""
+        (then, before), now, counters = self._before, self._clock(), _counters()
+        self._before = (now, counters)
+        seconds = max(1e-9, now - then)
+        # A counter goes back when a device is removed.
+        rates = {name: max(0, value - before[name]) / seconds for name, value in counters.items() if name in before}
+        memory = {"host_available_bytes": available_bytes(), "host_total_bytes": total_bytes()}
+        return {**memory, **{f"{name}_bytes_per_second": rate for name, rate in rates.items()}}
+
+
+def _counters() -> dict[str, int]:
+    """Return the known counters of this machine, in bytes since it started."""
+    import psutil
+
+    found: dict[str, int] = {}
+    if (disks := psutil.disk_io_counters(nowrap=False)) is not None:
+        found |= {"disk_read": disks.read_bytes, "disk_write": disks.write_bytes}
+    networks = psutil.net_io_counters(pernic=True, nowrap=False)
+    counted = [each for name, each in networks.items() if _is_of_its_own(name)]
+    for name, mine, theirs in (
+        ("network_in", "bytes_recv", "port_rcv_data"),
+        ("network_out", "bytes_sent", "port_xmit_data"),
+    ):
+        found[name] = sum(getattr(each, mine) for each in counted) + _infiniband_bytes(theirs)
+    return found
+
+
+def _is_of_its_own(name: str) -> bool:
+    """Return whether a network is a device, and its traffic is not counted at another one."""
+    folder = _NETWORKS / name
+    with contextlib.suppress(OSError):
+        return (folder / "device").exists() and (folder / "type").read_text().strip() != _IP_OVER_INFINIBAND
+    return False
+
+
+def _infiniband_bytes(counter: str) -> int:
+    total = 0
+    for path in _INFINIBAND.glob(f"*/ports/*/counters/{counter}"):
+        with contextlib.suppress(OSError, ValueError):
+            total += int(path.read_text()) * _WORD_BYTES
+    return total

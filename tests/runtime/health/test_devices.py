@@ -9,9 +9,8 @@ import psutil
 import pytest
 
 from ckptman.policies.health import HealthSample
-from ckptman.runtime.health import host
-from ckptman.runtime.health.devices import DeviceLost, open_device
-from ckptman.runtime.health.host import Host
+from ckptman.runtime.health import devices
+from ckptman.runtime.health.devices import DeviceLost, Host, open_device
 from ckptman.runtime.host_memory import total_bytes
 
 pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
@@ -177,8 +176,8 @@ def test_figures_of_amd(monkeypatch):
 def test_figures_of_the_host(tmp_path, monkeypatch):
     counters = tmp_path / "mlx5_0" / "ports" / "1" / "counters"
     counters.mkdir(parents=True)
-    monkeypatch.setattr(host, "_INFINIBAND", tmp_path)
-    monkeypatch.setattr(host, "_NETWORKS", tmp_path / "none")  # what else this machine sends does not count
+    monkeypatch.setattr(devices, "_INFINIBAND", tmp_path)
+    monkeypatch.setattr(devices, "_NETWORKS", tmp_path / "none")  # what else this machine sends does not count
     times = iter([100.0, 110.0])
     (counters / "port_rcv_data").write_text("1000\n")
     (counters / "port_xmit_data").write_text("7\n")
