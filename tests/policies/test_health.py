@@ -139,7 +139,8 @@ def test_errors_of_a_device_count_at_once_whatever_the_run_is_at():
         ("xid", 31, "look", False),
     ]
     assert watch.see(20.0, 1, healthy(chance, xids=(79,))) == []
-    [lost] = watch.see(25.0, 1, HealthSample(lost="GPU is lost"))
+    assert [each.value for each in watch.see(3620.0, 1, healthy(chance, xids=(79,)))] == [79]  # after an hour, again
+    [lost] = watch.see(3625.0, 1, HealthSample(lost="GPU is lost"))
     assert lost.bad_node
 
 

@@ -63,7 +63,7 @@ def test_the_leader_writes_what_all_ranks_found(tmp_path):
     whole = {"min": 0.7, "median": 0.8, "max": 0.9, "min_rank": 2, "max_rank": 0}
     assert whole in [each["figures"].get("utilisation") for each in told]
     assert figures["host_available_bytes"]["min"] > 0
-    assert {(each["rank"], each["of"]) for each in events(tmp_path / "run", "straggler")} == {(2, "work")}
+    assert [(each["rank"], each["of"]) for each in events(tmp_path / "run", "straggler")] == [(2, "work")]  # not again
     [breach] = events(tmp_path / "run", "health_breach")
     assert (breach["rank"], breach["what"], breach["level"]) == (1, "ecc_errors", "problem")
     assert list(reported_nodes(tmp_path / "outcome.json")) == [breach["node"]]

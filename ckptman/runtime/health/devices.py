@@ -36,20 +36,20 @@ class DeviceLost(Exception):
 
 
 class Device:
-    """A GPU, named by its PCI address. `error`: the error class of its library. Raises: ImportError and that class."""
+    """A GPU, named by its PCI address. Raises: ImportError, and the errors of its library.
+
+    `error`: the class of these errors; `lost`: the code of the one that means that the device is lost.
+    """
 
     error: type[Exception]
+    lost: int | None = None
 
-    def __init__(self, pci_address: str) -> None:
+    def __init__(self) -> None:
         self._refused: Counter[str] = Counter()
 
     def read(self) -> dict[str, Any]:
         """Return figures of a `HealthSample`; None: not known. Raises: DeviceLost."""
         raise NotImplementedError
-
-    def is_lost(self, error: Exception) -> bool:
-        """Return whether an error of the library means that the device is lost."""
-        return False
 
     def ask(self, name: str, question: Callable[[], Any]) -> Any:
         """Return an answer, or None. A question that is refused three times in a row is no longer asked.
@@ -61,7 +61,7 @@ class Device:
         try:
             answer = question()
         except self.error as error:
-            if self.is_lost(error):
+            if self.lost is not None and getattr(error, "value", None) == self.lost:
                 raise DeviceLost(str(error)) from error
             self._refused[name] += 1
             return None
@@ -73,9 +73,9 @@ class NvidiaDevice(Device):
     def __init__(self, pci_address: str) -> None:
         import pynvml
 
-        super().__init__(pci_address)
+        super().__init__()
         self._nvml: Any = pynvml
-        self.error = pynvml.NVMLError
+        self.error, self.lost = pynvml.NVMLError, pynvml.NVML_ERROR_GPU_IS_LOST
         pynvml.nvmlInit()
         self._handle = pynvml.nvmlDeviceGetHandleByPciBusId(pci_address.encode())
         self._events = self._watch_xids()
@@ -103,9 +103,6 @@ class NvidiaDevice(Device):
             "ecc_errors": max(0, self._ecc_errors() - self._ecc_before),
             "xids": self._xids(),
         }
-
-    def is_lost(self, error: Exception) -> bool:
-        return bool(getattr(error, "value", None) == self._nvml.NVML_ERROR_GPU_IS_LOST)
 
     def _of(self, what: str, *arguments: Any) -> Any:
         question = getattr(self._nvml, f"nvmlDeviceGet{what}")
@@ -141,7 +138,7 @@ class AmdDevice(Device):
     def __init__(self, pci_address: str) -> None:
         import amdsmi
 
-        super().__init__(pci_address)
+        super().__init__()
         self._smi: Any = amdsmi
         self.error = amdsmi.AmdSmiException
         amdsmi.amdsmi_init(amdsmi.AmdSmiInitFlags.INIT_AMD_GPUS)
