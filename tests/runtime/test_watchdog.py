@@ -28,13 +28,13 @@ import ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from ckptman.runtime.watchdog import end_process
 from ckptman.runtime.watchdog import Watchdog
-from ckptman.policies.hang_timeout import Patience
+from ckptman.policies.hang_timeout import HangTimeout
 
 def say(text):
     print(text, time.monotonic(), flush=True)
 
 def watch(floor_seconds):
-    watchdog = Watchdog(Patience(floor_seconds), lambda stall, arm: end_process(f"rank 0: {stall}", Path("stacks.txt")))
+    watchdog = Watchdog(HangTimeout(floor_seconds), lambda stall, arm: end_process(f"rank 0: {stall}", Path("stacks.txt")))
     watchdog.start()
     watchdog.beat("step", 7)
     return watchdog
