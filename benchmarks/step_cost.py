@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptman
-from ckptman.engine.comm.control_group import Channel
-from ckptman.session.step_consensus import FLAGS, Exchange
+from ckptman.engine.comm.control_group import Channel, Contribution, Meeting
 
 IDLE_SECONDS = 0.004
 LIMIT_SECONDS = 120
@@ -62,6 +61,10 @@ def main() -> None:
         options.json.write_text(json.dumps({"rows": rows, "own": own}, indent=1))
 
 
+def _seven() -> Contribution:
+    return Contribution(maxima=(0,) * 7)
+
+
 def measure(rank: int, world: int, steps: int, folder: str, results: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
@@ -80,8 +83,8 @@ def measure(rank: int, world: int, steps: int, folder: str, results: Any) -> Non
         ) as checkpointer,
     ):
         checkpointer.restore()
-        bare = Exchange(Channel(60), FLAGS)
-        bare.launch([0] * FLAGS)
+        bare = Meeting(Channel(60), "step()")
+        bare.begin(_seven)
         for step in range(1, steps + 1):
             for what in ("Checkpointer.step", "exchange alone"):
                 time.sleep(IDLE_SECONDS)
@@ -91,12 +94,12 @@ def measure(rank: int, world: int, steps: int, folder: str, results: Any) -> Non
                 if what == "Checkpointer.step":
                     assert checkpointer.step(step, {"loss": 1.0}) is None
                 else:
-                    bare.collect()
-                    bare.launch([0] * FLAGS)
+                    bare.end()
+                    bare.begin(_seven)
                 if step > 20:
                     rows[f"{what}, wall"].append(1e6 * (time.perf_counter() - wall))
                     rows[f"{what}, CPU"].append(1e6 * (time.thread_time() - cpu))
-        bare.collect()
+        bare.end()
     if rank == 0:
         results.put(rows)
     dist.destroy_process_group()

@@ -334,7 +334,7 @@ class Checkpointer:
                     "Checkpointer()", lambda: Contribution(maxima=(not (self._ready and is_settled(self._state)),))
                 )
             if not any(unsettled.maxima):
-                self._rehearse_early()
+                self._rehearse_early("Checkpointer()")
             who = f" on rank {self._control.rank}" if self._control.distributed else ""
             self._opened = OpenRoot(self.root.absolute(), self._fail)
             where = f"{self.root}{who}"
@@ -475,7 +475,7 @@ class Checkpointer:
         with failing_as_one():
             is_unsettled, stop = self._control.agree("restore()", look).maxima
         if not is_unsettled:
-            self._rehearse_early()
+            self._rehearse_early("restore()")
         if self._reporter is not None:
             self._reporter.starts(found or 0)
         self._leave_if(stop_text(stop))
@@ -567,7 +567,7 @@ class Checkpointer:
             self._refuse_step(step)
         for each in self._noting:
             each.note_step()
-        self._save(step, metrics, lambda: (Decision(reason), None))
+        self._save("save()", step, metrics, lambda: (Decision(reason), None))
         self._last, self._stepped = self._record(step, metrics), True
         if self._control.is_leader:
             self._best_metrics.note(step, metrics, is_saved=True)
@@ -590,8 +590,9 @@ class Checkpointer:
             reports, failure = self._saver.wait()
         # A save that failed on one rank fails on all. A rank that was lost at the last moment may have been lost for
         # some only: they go on together all the same.
-        mine = Contribution(maxima=(failure is not None, self._saver.reported))
-        any_failed, self._saver.reported = self._control.agree("wait()", lambda: mine).maxima
+        mine = Contribution(maxima=(failure is not None, self._saver.reported, self._saver.channel.lost))
+        any_failed, self._saver.reported, lost = self._control.agree("wait()", lambda: mine).maxima
+        self._saver.channel.lost = bool(lost)
         if failure is None and any_failed:
             step = self._timings.saves.saved_step or 0
             failure = CommitError(step, -1, "another rank reports that its part of it failed")
@@ -769,7 +770,7 @@ class Checkpointer:
                 )
             return
         with self._recorder.as_of(last.state) as state:
-            self._save(last.step, last.metrics, lambda: (Decision("the run ended"), None), state)
+            self._save("close()", last.step, last.metrics, lambda: (Decision("the run ended"), None), state)
 
     def _record(self, step: int, metrics: Mapping[str, Any] | None) -> _Step:
         if self._consensus.recording_is_slow and not self._recorder.given_up:
@@ -858,13 +859,21 @@ class Checkpointer:
             self._raise_failure(step, agreed.failed)
         elif not (agreed.save or agreed.memory):
             return None
-        decision = self._save(step, metrics, lambda: self._consensus.decisions(step, agreed.stop))
+        decide = partial(self._consensus.decisions, step, agreed.stop)
+        decision = None
+        if agreed.stop is None or self._wants_to_save(decide):
+            decision = self._save("step()", step, metrics, decide)
         if agreed.stop is not None or (decision is not None and decision.stop):
             why = agreed.stop or (decision.reason if decision is not None else "")
             self._session.note("stop_asked", step=step, reason=why)
             self._wait()
             self._stop, self._consensus.has_stopped = why, True
         return decision.reason if decision is not None else None
+
+    def _wants_to_save(self, decide: Callable[[], _Decisions]) -> bool:
+        """Ask the leader before the state is looked at: what cannot be saved must not keep a run from stopping."""
+        with failing_as_one():
+            return any(each is not None for each in self._control.run_on_leader(decide))
 
     def _raise_failure(self, step: int, number: int) -> NoReturn:
         """Wait until this rank knows too that save `number` failed, as some rank does, and raise on all of them."""
@@ -890,6 +899,7 @@ class Checkpointer:
 
     def _save(
         self,
+        verb: str,
         step: int,
         metrics: Mapping[str, Any] | None,
         decide: Callable[[], _Decisions],
@@ -898,30 +908,34 @@ class Checkpointer:
         """Save what the leader decides, stage by stage, and return its decision about the disk.
 
         Args:
+            verb: What this rank was asked to do.
             decide: Called on the leader: what to save to disk and to memory, if anything.
             state: As the last step saw it, if that is not what it is now.
         """
         with self._timings.stall:
-            return self._save_now(self._state if state is None else state, step, metrics, decide)
+            return self._save_now(self._state if state is None else state, verb, step, metrics, decide)
 
     def _save_now(
         self,
         state: Mapping[str, Any],
+        verb: str,
         step: int,
         metrics: Mapping[str, Any] | None,
         decide: Callable[[], _Decisions],
     ) -> Decision | None:
         self._watchdog.beat("stage", step)
-        found = self._preflight(state, lambda: (*decide(), metric_numbers(metrics)))
+        found = self._preflight(state, verb, lambda: (*decide(), metric_numbers(metrics)))
         to_disk: Decision | None
         to_disk, to_memory, numbers = found.told
         if (decision := to_disk or to_memory) is None:
             return None
+        lost = found.lost
         if to_disk is not None and to_disk.stop:
             self._end_running_save()
+            lost |= self._saver.channel.lost
         if found.failed > self._saver.reported:
             self._raise_failure(step, found.failed)
-        if found.lost:
+        if lost:
             self._wait()
             self._saver.channel = Channel(self._timeout_seconds)
         self._plan(found)
@@ -980,7 +994,9 @@ class Checkpointer:
             self._timings.saves.failed()
             raise failure
 
-    def _preflight(self, state: Mapping[str, Any], of_leader: Callable[[], object] = lambda: None) -> Preflight:
+    def _preflight(
+        self, state: Mapping[str, Any], verb: str, of_leader: Callable[[], object] = lambda: None
+    ) -> Preflight:
         """Look at what is to be saved. Raises on all ranks: ConfigError (it cannot be saved as it is)."""
         if not self._ready:
             raise ConfigError(
@@ -988,23 +1004,21 @@ class Checkpointer:
                 f"them. Call restore() before the first step, or name another root"
             )
         self._recorder.refresh()
-        return self._saver.preflight(self._control, state, of_leader)
+        return self._saver.preflight(self._control, state, verb, of_leader)
 
     def _rehearse(self) -> None:
         """Plan at the first step: what cannot be saved is known now, and the first save finds its plan and memory."""
         self._rehearsed = True
-        found = self._preflight(self._state)
+        found = self._preflight(self._state, "step()")
         with failing_as_one():
-            self._control.agree(
-                "step() or save()", lambda: refuse_one_way_modules(self._state, [*found.snapshot.paths])
-            )
+            self._control.agree("step()", lambda: refuse_one_way_modules(self._state, [*found.snapshot.paths]))
         self._plan(found)
         self._saver.compare(self._control, self._state, found.snapshot)  # and again when it is saved
 
-    def _rehearse_early(self) -> None:
+    def _rehearse_early(self, verb: str) -> None:
         """The same before the first step, where the state holds all that it will: a loop may save before it steps."""
         with contextlib.suppress(CkptmanError):  # the first step says so, when the state may be another one
-            self._plan(self._preflight(self._state))
+            self._plan(self._preflight(self._state, verb))
 
     # ---- closing -----------------------------------------------------------------------------------------------
 

@@ -16,11 +16,10 @@ import typer
 from ckptman.cli import console
 from ckptman.cli.memory import describe_parts, in_memory, parts_text
 from ckptman.cli.options import AsJson, path_argument
-from ckptman.cli.select import roots_of
+from ckptman.cli.select import known_suspects, roots_of
 from ckptman.cli.suggest import roots_near
 from ckptman.errors import CkptmanError, NotFoundError
 from ckptman.policies.restore_choice import choose
-from ckptman.runtime.journal import suspects_of
 from ckptman.storage.format.foreign import ForeignCheckpoint, foreign_in
 from ckptman.storage.format.paths import check_is_no_checkpoint
 
@@ -138,7 +137,7 @@ def _look(root: str | Path) -> _Listing:
     noted = (each for each in entries if each.complete and VERIFIED in each.beside)
     notes = {each.path: read_verified(each.path, each.require_manifest()) for each in noted}
     others = foreign_in(root, catalogue.names())
-    return _Listing(str(root), entries, notes, leftovers, others, in_memory(root), suspects_of(root))
+    return _Listing(str(root), entries, notes, leftovers, others, in_memory(root), known_suspects(root))
 
 
 def _as_dict(listing: _Listing) -> dict[str, Any]:

@@ -78,7 +78,6 @@ def choose(
 
     Raises: NotFoundError (no such root, step or checkpoint), RootError, ConfigError (--step of a single checkpoint).
     """
-    from ckptman.runtime.journal import suspects_of
     from ckptman.storage.catalog.catalog import Catalog
 
     check_is_folder(path)
@@ -96,7 +95,7 @@ def choose(
     catalogue = Catalog(path)
     if step is not None:
         return [catalogue.entry(step)]
-    suspects = {} if allow_nonfinite or every else suspects_of(path)
+    suspects = {} if allow_nonfinite or every else known_suspects(path)
 
     def will_do(entry: Entry) -> bool:
         return allow_nonfinite or not (entry.nonfinite_reason or entry.step in suspects)
@@ -126,17 +125,33 @@ def _as_restored(newest: Entry, entries: list[Entry], suspects: Mapping[int, str
     from ckptman.policies.restore_choice import choose
 
     choice = choose(reversed(entries), suspects)
-    if not newest.complete or not choice.tried or choice.tried[0] is newest:
+    taken = next(iter([*choice.tried, *choice.suspects]), newest)
+    if not newest.complete or taken is newest:
         return newest
     why = (
         f"not finite ({plain(newest.nonfinite_reason)})" if choice.nonfinite else f"a suspect: {suspects[newest.step]}"
     )
     typer.echo(
-        f"step {newest.step} is {why}, so this is step {choice.tried[0].step}, as for a restore: name the newest by "
+        f"step {newest.step} is {why}, so this is step {taken.step}, as for a restore: name the newest by "
         f"its step, or its folder, to have that",
         err=True,
     )
-    return choice.tried[0]
+    return taken
+
+
+def known_suspects(root: str | os.PathLike[str]) -> dict[int, str]:
+    """Return the steps that a restore passes over; {}, with a line on standard error, if the journal is unreadable."""
+    from ckptman.runtime.journal import suspects_of
+
+    try:
+        return suspects_of(root)
+    except OSError as error:
+        typer.echo(
+            f"the journal of {root} cannot be read ({error.strerror or error}), so it is not known which checkpoints "
+            f"attempts crashed with: check its permissions",
+            err=True,
+        )
+        return {}
 
 
 def _may_be_newer(entry: Entry, newest: Entry) -> bool:

@@ -79,6 +79,9 @@ def passed_over_text(root: str) -> str:
     """
     suspects = suspects_of(root)
     choice = _choice(root, suspects)
+    if choice.only_suspects:
+        step = choice.suspects[0].step
+        return f"step {step} is all there is to restore, and {suspects[step]}"
     if not choice.tried:
         return ""
     to, reasons = f"the next attempt goes back to step {choice.tried[0].step}", []

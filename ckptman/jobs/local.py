@@ -8,11 +8,12 @@ import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, RootError, SchedulerError
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CorruptError, ExistsError, RootError, SchedulerError
 from ckptman.jobs.attempt_log import logs_of
 from ckptman.jobs.causes import Cause, with_reaction
 from ckptman.jobs.chain import Say, gone_text, judge, newest_sequence, passed_over_text, patient
@@ -144,10 +145,11 @@ def _run_attempts(
             before = sequence
             try:
                 sequence = newest_sequence(root, since_seconds) if root else before
-                if root and ending != "finished" and (why := passed_over_text(root)):
-                    reason = f"{reason}; {why}"
             except RootError as error:
                 tell(f"{error}; counted as no progress")
+            with suppress(CkptmanError, OSError):
+                if root and ending != "finished" and (why := passed_over_text(root)):
+                    reason = f"{reason}; {why}"
             is_known = bool(root) or any(each.has_saved for each in attempts)
             at = () if root else places
             left = find_left(limits.progress, at, workdir, newest, begun_seconds, since_seconds, is_known=is_known)

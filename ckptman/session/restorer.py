@@ -368,7 +368,8 @@ class Restorer:
                 f"{newest.nonfinite_reason}). The run goes on from the newest; give it another root to begin afresh"
             )
         elif choice.nonfinite:
-            self._tell_nonfinite(choice.nonfinite, [*choice.suspects, *choice.tried][0])
+            each_once = {each.sequence: each for each in choice.nonfinite}  # a tier has the same one
+            self._tell_nonfinite([*each_once.values()], [*choice.suspects, *choice.tried][0])
         if choice.only_suspects:
             step = choice.suspects[0].step
             raise SuspectError(f"{self._place.root}: step {step} is all there is to go on from, and {suspects[step]}")

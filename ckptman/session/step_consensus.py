@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-
-from ckptman.engine.comm.control_group import Channel
+from ckptman.engine.comm.control_group import Channel, Contribution, Meeting, failing_as_one
 from ckptman.engine.saving.memory_saves import MemorySaves
 from ckptman.engine.saving.saver import Saver
 from ckptman.engine.state.step_record import StepRecorder
-from ckptman.errors import CkptmanError, ConfigError, RankLostError
+from ckptman.errors import CkptmanError, ConfigError
 from ckptman.policies.save_policies import Decision, SavePolicy
 from ckptman.runtime.requests import Requests
 from ckptman.runtime.signals import SignalHandler
 from ckptman.session.timings import Timings
 
 _STOP, _SAVE, _FAILED, _SLOW, _STEP, _MINUS_STEP, _MEMORY = range(7)
-FLAGS = 7
-"""How many numbers each rank sends."""
 _RANKS = 1 << 32
 """A stop flag is signal number x this + rank, so that the largest flag names a signal and one rank that got it."""
 _ASKED_SAVE = Decision("ckptman ask save")
@@ -64,7 +58,7 @@ class StepConsensus:
             signals,
             saver,
         )
-        self._exchange, self._recorder, self._requests = Exchange(control, FLAGS), recorder, requests
+        self._exchange, self._recorder, self._requests = Meeting(control, "step()"), recorder, requests
         self.recording_is_slow = False
         """Whether it takes any rank too long to record the state at each step."""
         self._expected_step = -1
@@ -82,11 +76,11 @@ class StepConsensus:
         Raises: ConfigError on every rank if they are at different steps.
         """
         if self._exchange.flying and step == self._expected_step:
-            flags = self._exchange.collect()
+            flags = self._collect()
         else:
             self.drain()
-            self._exchange.launch(self._flags(step, ahead=False))
-            flags = self._exchange.collect()
+            self._launch(step, ahead=False)
+            flags = self._collect()
         if flags[_STEP] != -flags[_MINUS_STEP]:
             raise ConfigError(f"the ranks are at different steps, from {-flags[_MINUS_STEP]} to {flags[_STEP]}")
         self.recording_is_slow |= bool(flags[_SLOW])
@@ -97,12 +91,12 @@ class StepConsensus:
     def ahead(self, step: int) -> None:
         """Send what this rank wants at `step`, the next one."""
         self._expected_step = step
-        self._exchange.launch(self._flags(step, ahead=True))
+        self._launch(step, ahead=True)
 
     def drain(self) -> None:
         """Take in what is still under way, and forget it: every rank sends again what it still wants."""
         if self._exchange.flying:
-            self._exchange.collect()
+            self._collect()
 
     def decisions(self, step: int, stop: str | None) -> tuple[Decision | None, Decision | None]:
         """Return the decisions behind what was agreed on: to save, and to save to memory. Leader only. Raises: what the
@@ -119,6 +113,14 @@ class StepConsensus:
         if self._planned is not None and not self._planned.stop and self.memory is not None and self.memory.is_ready:
             in_memory = in_memory or self._planned  # what is copied for the disk anyhow
         return self._planned, in_memory
+
+    def _launch(self, step: int, *, ahead: bool) -> None:
+        flags = tuple(self._flags(step, ahead=ahead))
+        self._exchange.begin(lambda: Contribution(maxima=flags))
+
+    def _collect(self) -> tuple[int, ...]:
+        with failing_as_one():
+            return self._exchange.end().maxima
 
     def _flags(self, step: int, *, ahead: bool) -> list[int]:
         if self._control.is_leader:
@@ -157,39 +159,6 @@ class StepConsensus:
         if decision is None and self._requests is not None and self._requests.save:
             return _ASKED_SAVE
         return decision
-
-
-class Exchange:
-    """One small all-reduce in flight while the training step runs: each rank's flags go in, the maxima come out.
-
-    It is launched at the end of a step and collected at the end of the next one, so that nobody waits for it.
-    """
-
-    def __init__(self, channel: Channel, size: int) -> None:
-        self._channel = channel
-        self._buffer = torch.zeros(size, dtype=torch.int64, device="cpu")
-        self._flags = self._buffer.numpy()  # the same memory: setting elements of a tensor costs microseconds each
-        self._work: Any = None
-        self.flying = False
-        """Whether an exchange was launched and not collected."""
-
-    def launch(self, flags: Sequence[int]) -> None:
-        """Send this rank's flags. Every rank must; none blocks."""
-        self._flags[:] = flags
-        if self._channel.group is not None:
-            self._work = dist.all_reduce(self._buffer, op=dist.ReduceOp.MAX, group=self._channel.group, async_op=True)
-        self.flying = True
-
-    def collect(self) -> list[int]:
-        """Return the maxima over all ranks of what was launched."""
-        self.flying = False
-        if self._work is not None:
-            work, self._work = self._work, None
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise RankLostError(str(error).strip().splitlines()[0]) from error
-        return cast(list[int], self._flags.tolist())
 
 
 def stop_text(flag: int) -> str | None:

@@ -79,6 +79,26 @@ def test_a_suspect_is_passed_over_as_by_a_restore(tmp_path, ends):
     assert ends(0, "verify", tmp_path).out.startswith("step 20: good")
 
 
+def test_nan_is_never_taken_instead_of_a_suspect(root, ends):
+    for step in (10, 20):
+        make_suspect(root, step)
+    told = ends(0, "pin", root, "--why", "x")
+    assert told.out == "Pinned step 20: x\n"
+    assert "step 40 is not finite" in told.err
+
+
+def test_a_journal_that_cannot_be_read_is_said(tmp_path, monkeypatch, ends):
+    commit(tmp_path, 10)
+
+    def refuse(root):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("ckptman.runtime.journal.suspects_of", refuse)
+    told = ends(0, "pin", tmp_path, "--why", "x")
+    assert told.out == "Pinned step 10: x\n"
+    assert "cannot be read (Permission denied)" in told.err
+
+
 @pytest.mark.parametrize(
     ("options", "step"),
     [([], 30), (["--latest"], 30), (["--best", "loss"], 20), (["--best", "loss", "--max"], 10), (["--step", "10"], 10)],

@@ -156,3 +156,32 @@ def test_a_block_within_its_own_block(tmp_path):
         with pytest.raises(ConfigError, match="is closed, as its `with` block has ended"):
             checkpointer.step(2)
     assert [each.step for each in ckptman.Run(tmp_path).checkpoints] == [1]
+
+
+class Broken:
+    """An object that cannot be saved any more."""
+
+    is_broken = False
+
+    def state_dict(self):
+        if self.is_broken:
+            raise ValueError("no")
+        return {"x": 1}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_what_cannot_be_saved_keeps_no_run_from_stopping_where_nothing_is_to_be_saved(tmp_path):
+    broken = Broken()
+    with ckptman.Checkpointer(
+        tmp_path, {"broken": broken}, save_policy=1000, save_on_stop=False, signals=True
+    ) as checkpointer:
+        checkpointer.step(1)
+        broken.is_broken = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        step = 1
+        while not checkpointer.should_stop():
+            step += 1
+            checkpointer.step(step)
+    assert (checkpointer.exit_code, ckptman.Run(tmp_path).checkpoints) == (75, [])

@@ -232,6 +232,8 @@ def test_a_chain_says_that_a_restore_goes_back_behind_a_suspect(tmp_path):
     assert passed_over_text(str(tmp_path)).startswith("step 20: attempts 1 and 2 loaded it and crashed both after")
     assert passed_over_text(str(tmp_path)).endswith("so the next attempt goes back to step 10")
     assert newest_sequence(str(tmp_path)) == 2, "going back is no loss of progress"
+    make_suspect(tmp_path, 10)
+    assert passed_over_text(str(tmp_path)).startswith("step 20 is all there is to restore, and attempts 1 and 2")
 
 
 def test_checkpoints_that_are_not_finite_are_no_progress_and_the_chain_says_so(tmp_path):

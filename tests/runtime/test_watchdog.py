@@ -34,7 +34,8 @@ def say(text):
     print(text, time.monotonic(), flush=True)
 
 def watch(floor_seconds):
-    watchdog = Watchdog(HangTimeout(floor_seconds), lambda stall, arm: end_process(f"rank 0: {stall}", Path("stacks.txt")))
+    stacks = Path("stacks.txt")
+    watchdog = Watchdog(HangTimeout(floor_seconds), lambda stall, arm: end_process(f"rank 0: {stall}", stacks))
     watchdog.start()
     watchdog.beat("step", 7)
     return watchdog

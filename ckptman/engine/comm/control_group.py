@@ -99,7 +99,11 @@ class Agreement(NamedTuple):
     told: Any
 
 
-_MAXIMA, _TOLD_WORDS = 8, 120
+_FAILED, _TOLD_BYTES = 0, 1
+_DIGESTS, _NEGATED, _MAXIMA, _TOLD = slice(2, 6), slice(6, 10), slice(10, 18), slice(18, 138)
+"""Where in the words of a meeting the digests of verb and value are, both signs of each, so that their lowest and
+highest come back; the maxima; and what the leader tells."""
+_WORDS = 138
 _LOWEST = -(2**63)
 _SENT_APART = 2**31
 """Stands for the length of what the leader tells where that takes a broadcast of its own."""
@@ -184,11 +188,11 @@ class Channel:
         """Begin the same, into memory that is given. Returns what waits for it, and raises: RankLostError."""
         messages = [dist.P2POp(dist.isend, data, rank, self.group) for rank, data in sent.items()]
         messages += [dist.P2POp(dist.irecv, data, rank, self.group) for rank, data in received.items()]
-        with self._contact():
+        with self.contact():
             under_way = dist.batch_isend_irecv(messages) if messages else []
 
         def wait() -> None:
-            with self._contact():
+            with self.contact():
                 for work in under_way:
                     work.wait()
 
@@ -210,7 +214,7 @@ class Channel:
         """Return the leader's value, on every rank."""
         box = [value]
         if self.group is not None:
-            with self._contact():
+            with self.contact():
                 dist.broadcast_object_list(box, src=0, group=self.group)
         return cast(T, box[0])
 
@@ -219,7 +223,7 @@ class Channel:
         if self.group is None:
             return [value]
         box: list[Any] = [None] * self.world_size
-        with self._contact():
+        with self.contact():
             dist.all_gather_object(box, value, group=self.group)
         return box
 
@@ -240,7 +244,7 @@ class Channel:
         gathered: list[Any] | None = [mine] if self.group is None else None
         if self.group is not None:
             gathered = [None] * self.world_size if self.is_leader else None
-            with self._contact():
+            with self.contact():
                 dist.gather_object(mine, gathered, dst=0, group=self.group)
         result = self.broadcast(None if gathered is None else self._combined(gathered, combine))
         if isinstance(result, Failure):
@@ -255,40 +259,9 @@ class Channel:
 
         Raises: RankFailed on every rank if `work` failed on one; ConfigError, if the ranks differ in `verb`.
         """
-        failed: BaseException | None = None
-        brought = Contribution()
-        try:
-            brought = work() or brought
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 every rank must hear of it
-            failed = error
-        failure = failure_of(self.rank, failed) if failed is not None else None
-        if self.group is None:
-            if failure is not None:
-                raise RankFailed(failure) from failed
-            return Agreement(None, brought.maxima, brought.told)
-        told = pickle.dumps(brought.told) if self.is_leader and brought.told is not None else b""
-        digests = [*_words_of(verb), *_words_of(repr(brought.value if brought.key is None else brought.key))]
-        words = np.full(2 + 2 * len(digests) + _MAXIMA + _TOLD_WORDS, _LOWEST, dtype=np.int64)
-        words[:2] = failure is not None, len(told) if len(told) <= 8 * _TOLD_WORDS else _SENT_APART
-        words[2 : 2 + 2 * len(digests)] = [*digests, *(-each for each in digests)]
-        words[-_TOLD_WORDS - _MAXIMA :][: len(brought.maxima)] = brought.maxima
-        if 0 < words[1] < _SENT_APART:
-            words[-_TOLD_WORDS:] = np.frombuffer(told.ljust(8 * _TOLD_WORDS, b"\0"), dtype=np.int64)
-        with self._contact():
-            dist.all_reduce(torch.from_numpy(words), op=dist.ReduceOp.MAX, group=self.group)
-        highest, lowest = words[2 : 2 + len(digests)], -words[2 + len(digests) : 2 + 2 * len(digests)]
-        if words[0]:
-            first = next(each for each in self.gather(failure) if each is not None)
-            raise RankFailed(first) from (failed if first.rank == self.rank else None)
-        if highest[0] != lowest[0]:
-            refuse_other_calls(self.gather(verb))
-        if words[1] == _SENT_APART:
-            told = pickle.dumps(self.broadcast(brought.told))
-        elif words[1] > 0:
-            told = words[-_TOLD_WORDS:].tobytes()[: int(words[1])]
-        unlike = self.gather(brought.value) if (highest != lowest).any() else None
-        maxima = words[-_TOLD_WORDS - _MAXIMA :][: len(brought.maxima)].tolist()
-        return Agreement(unlike, tuple(maxima), pickle.loads(told) if told else None)
+        meeting = Meeting(self, verb)
+        meeting.begin(work)
+        return meeting.end()
 
     def run_on_all(self, work: Callable[[], T]) -> list[T]:
         """Do `work` on each rank and hand all results to all. Raises: RankFailed on every rank if one failed."""
@@ -297,7 +270,8 @@ class Channel:
         return ranks.all
 
     @contextmanager
-    def _contact(self) -> Iterator[None]:
+    def contact(self) -> Iterator[None]:
+        """Raise what gloo says in the block as RankLostError."""
         # gloo's errors have no class of their own; what else could raise here is its bug or ours, with its text.
         try:
             yield
@@ -317,6 +291,78 @@ class Channel:
             return work()
         except (Exception, CheckpointException) as error:  # noqa: BLE001 every rank must hear of it
             return failure_of(self.rank, error)
+
+
+class Meeting:
+    """The all-reduce behind `Channel.agree`. It can be in flight while a rank does something else; all ranks that are
+    at different calls meet in it, and are told so."""
+
+    def __init__(self, channel: Channel, verb: str) -> None:
+        self._channel, self._verb = channel, verb
+        self._blank = np.full(_WORDS, _LOWEST, dtype=np.int64)
+        self._blank[:2] = 0
+        self._blank[_DIGESTS] = [*_words_of(verb), *_words_of(repr(None))]
+        self._blank[_NEGATED] = -self._blank[_DIGESTS]
+        self._words = self._blank.copy()
+        self._buffer = torch.from_numpy(self._words)
+        self._brought, self._failed = Contribution(), cast("BaseException | None", None)
+        self._work: Any = None
+        self.flying = False
+        """Whether it has begun and not ended."""
+
+    def begin(self, work: Callable[[], Contribution | None]) -> None:
+        """Send what `work` brings. Every rank must; none waits."""
+        words, self._brought, self._failed = self._words, Contribution(), None
+        words[:] = self._blank
+        try:
+            self._brought = work() or self._brought
+            self._write(self._brought)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 every rank must hear of it
+            self._failed = error
+            words[:] = self._blank
+            words[_FAILED] = 1
+        if self._channel.group is not None:
+            with self._channel.contact():
+                self._work = dist.all_reduce(
+                    self._buffer, op=dist.ReduceOp.MAX, group=self._channel.group, async_op=True
+                )
+        self.flying = True
+
+    def _write(self, brought: Contribution) -> None:
+        words = self._words
+        if brought.value is not None or brought.key is not None:
+            value = _words_of(repr(brought.value if brought.key is None else brought.key))
+            words[_DIGESTS][2:] = value
+            words[_NEGATED][2:] = [-each for each in value]
+        words[_MAXIMA][: len(brought.maxima)] = brought.maxima
+        if self._channel.is_leader and brought.told is not None:
+            told = pickle.dumps(brought.told)
+            words[_TOLD_BYTES] = _SENT_APART
+            if len(told) <= words[_TOLD].nbytes:
+                words[_TOLD_BYTES] = len(told)
+                words[_TOLD] = np.frombuffer(told.ljust(words[_TOLD].nbytes, b"\0"), dtype=np.int64)
+
+    def end(self) -> Agreement:
+        """Wait for all ranks. Raises: RankFailed, ConfigError (see `Channel.agree`), RankLostError."""
+        channel, words, brought, self.flying = self._channel, self._words, self._brought, False
+        if self._work is not None:
+            work, self._work = self._work, None
+            with channel.contact():
+                work.wait()
+        if words[_FAILED]:
+            mine = failure_of(channel.rank, self._failed) if self._failed is not None else None
+            first = next(each for each in channel.gather(mine) if each is not None)
+            raise RankFailed(first) from (self._failed if first.rank == channel.rank else None)
+        differs = words[_DIGESTS] != -words[_NEGATED]
+        if differs[:2].any():
+            refuse_other_calls(channel.gather(self._verb))
+        told = brought.told
+        if words[_TOLD_BYTES] == _SENT_APART:
+            told = channel.broadcast(told)
+        elif words[_TOLD_BYTES]:
+            told = pickle.loads(words[_TOLD].tobytes()[: int(words[_TOLD_BYTES])])
+        unlike = channel.gather(brought.value) if differs.any() else None
+        return Agreement(unlike, tuple(words[_MAXIMA][: len(brought.maxima)].tolist()), told)
 
 
 class AllRanks(Generic[T]):

@@ -78,10 +78,10 @@ def read_together(channel: Channel, saved: SavedState, targets: Mapping[str, tor
     Every rank calls it. Returns the bytes that this one read. Raises: RankFailed on every rank alike, RankLostError.
     """
     together = SharedReads(channel)
-    met = channel.agree("load()", lambda: Contribution(together.find(targets)))
+    met = channel.agree("load()", lambda: Contribution(together.find({"all": targets})))
     if met.unlike is not None:
         together.keep_known(met.unlike)
-    return together.read(saved, targets, verify=verify)
+    return together.read(saved, "all", targets, verify=verify)
 
 
 class SharedReads:
@@ -89,29 +89,31 @@ class SharedReads:
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._neighbours = channel, channel.neighbours
-        self._groups: dict[tuple[int, ...], list[SharedTensor]] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], list[SharedTensor]] = {}
 
-    def find(self, targets: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """Find what this rank could read with others, and return what they have to know alike: digests of tensors by
-        digests of their group, which are the same on nodes that are laid out alike."""
-        for name, tensor in sorted(targets.items()):
-            if (found := _shared(name, tensor, self._neighbours, self._channel.rank)) is not None:
-                self._groups.setdefault(found[0], []).append(found[1])
-        return {self._key(ranks): _digest(each[:4] for each in shared) for ranks, shared in self._groups.items()}
+    def find(self, parts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, str]:
+        """Find what this rank could read with others, by the part of the load that it belongs to, and return what they
+        have to know alike: digests of tensors by digests of their group, which are the same on nodes that are laid out
+        alike."""
+        for part, targets in parts.items():
+            for name, tensor in sorted(targets.items()):
+                if (found := _shared(name, tensor, self._neighbours, self._channel.rank)) is not None:
+                    self._groups.setdefault((part, found[0]), []).append(found[1])
+        return {self._key(*group): _digest(each[:4] for each in shared) for group, shared in self._groups.items()}
 
     def keep_known(self, found: Sequence[Mapping[str, str]]) -> None:
         """Forget groups of which another member has not `found` the same: ranks of another pipeline stage have other
         tensors."""
-        for ranks in list(self._groups):
-            if len({found[rank].get(self._key(ranks)) for rank in ranks}) > 1:
-                del self._groups[ranks]
+        for part, ranks in list(self._groups):
+            if len({found[rank].get(self._key(part, ranks)) for rank in ranks}) > 1:
+                del self._groups[part, ranks]
 
-    def read(self, saved: SavedState, targets: Mapping[str, torch.Tensor], *, verify: bool) -> int:
-        """Fill targets that were looked at, some or all. Every rank calls it, with targets of the same kind.
+    def read(self, saved: SavedState, part: str, targets: Mapping[str, torch.Tensor], *, verify: bool) -> int:
+        """Fill the targets of a part of the load. Every rank calls it.
 
         Returns the bytes that this rank read. Raises: RankFailed on every rank alike, RankLostError.
         """
-        groups = {ranks: [each for each in shared if each.name in targets] for ranks, shared in self._groups.items()}
+        groups = {ranks: shared for (of, ranks), shared in self._groups.items() if of == part}
         shared = {each.name for group in groups.values() for each in group}
         error: Exception | None = None
         read_bytes = 0
@@ -122,10 +124,9 @@ class SharedReads:
             error = failed
         # Groups in the same order on every rank: whoever waits for one waits for the smallest that is not done.
         for ranks in sorted(groups):
-            if groups[ranks]:
-                work = _Exchange(saved, groups[ranks], ranks, self._channel, verify)
-                read_bytes += work.run(error)
-                error = error or work.error
+            work = _Exchange(saved, groups[ranks], ranks, self._channel, verify)
+            read_bytes += work.run(error)
+            error = error or work.error
 
         def tell() -> None:
             if error is not None:
@@ -134,8 +135,8 @@ class SharedReads:
         self._channel.agree("load()", tell)
         return read_bytes
 
-    def _key(self, ranks: tuple[int, ...]) -> str:
-        return _digest(map(self._neighbours.index, ranks))
+    def _key(self, part: str, ranks: tuple[int, ...]) -> str:
+        return _digest([part, *map(self._neighbours.index, ranks)])
 
 
 def _digest(what: Iterable[object]) -> str:

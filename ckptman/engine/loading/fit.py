@@ -269,9 +269,14 @@ class Fit:
         """Return the names of all that was saved."""
         return {name for key, value in self._saved.values.items() for name in _names_in(value, key)}
 
-    def names(self, *, in_place: bool) -> list[str]:
+    def names(self, part: Part) -> list[str]:
         """Return the keys of what a restore fills in place, or those of objects that load themselves."""
+        in_place = part is Part.IN_PLACE
         return [name for name in self.values if _is_filled_in_place(self._state[name]) == in_place]
+
+    def targets_by_part(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the tensors that each part of the load fills."""
+        return {part.value: self.tensors_of(self.names(part)) for part in (Part.OBJECTS, Part.IN_PLACE)}
 
     def tensors_of(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the tensors to fill for these keys of the state."""

@@ -95,15 +95,15 @@ def load(
             with _blamed_on_all(channel, folder, reads=False):
                 channel.agree("load()", keep)
         # Objects that may refuse what they are given come first: then the model is as it was when one does.
-        for in_place in (False, True):
-            if (Part.IN_PLACE if in_place else Part.OBJECTS) not in fit.parts:
+        for part in (Part.OBJECTS, Part.IN_PLACE):
+            if part not in fit.parts:
                 continue
-            names = fit.names(in_place=in_place)
-            _fill(channel, saved, fit.tensors_of(names), folder, verify, together)
+            names = fit.names(part)
+            _fill(channel, saved, part, fit.tensors_of(names), folder, verify, together)
             try:
                 channel.agree("load()", partial(fit.apply, names))
             except RankFailed as failed:  # an object refused its state: no older checkpoint would help
-                failed.raise_on_this_rank(NOT_USABLE if in_place or not strict else "")
+                failed.raise_on_this_rank(NOT_USABLE if part is Part.IN_PLACE or not strict else "")
     return skipped
 
 
@@ -142,7 +142,7 @@ def _match_on_all(
 
     def match() -> Contribution:
         report = fit.match()
-        shared = together.find(fit.targets) if together is not None else {}
+        shared = together.find(fit.targets_by_part()) if together is not None else {}
         return Contribution((report, shared), (report.key(), fit.all_expected(), sorted(shared.items())))
 
     with _blamed_on_all(channel, folder, reads=False):
@@ -192,6 +192,7 @@ def _subject(kinds: Mapping[str, str], names: Iterable[str]) -> str:
 def _fill(
     channel: Channel,
     saved: SavedState,
+    part: Part,
     targets: Mapping[str, torch.Tensor],
     folder: Path,
     verify: bool,
@@ -204,7 +205,7 @@ def _fill(
     try:
         with _blamed_on_all(channel, folder):
             if together is not None:
-                together.read(saved, targets, verify=verify)
+                together.read(saved, part.value, targets, verify=verify)
             else:
                 channel.run_on_all(lambda: read_fills(saved, fills_for_all(saved, targets), verify=verify))
     except CkptmanError as error:

@@ -144,12 +144,13 @@ class Saver:
     # ---- the stages --------------------------------------------------------------------------------------------
 
     def preflight(
-        self, control: Channel, state: Mapping[str, Any], of_leader: Callable[[], object] = lambda: None
+        self, control: Channel, state: Mapping[str, Any], verb: str, of_leader: Callable[[], object] = lambda: None
     ) -> Preflight:
         """Take a snapshot of what is to be saved, and see that it can be: a value that one rank cannot save must not
         leave the others waiting. Every rank calls it, over `control`.
 
         Args:
+            verb: What this rank was asked to do, such as "save()".
             of_leader: What the leader has to tell the others: `Preflight.told`.
 
         Raises: ConfigError, on every rank alike.
@@ -173,7 +174,7 @@ class Saver:
             return Contribution(values, None, (self.failed, self.channel.lost, not fits), told)
 
         with failing_as_one():
-            met = control.agree("step() or save()", look)
+            met = control.agree(verb, look)
         assert shot is not None
         if met.unlike is not None and (differing := unlike_on_ranks([each for each, _ in met.unlike])) is not None:
             texts = control.gather(value_texts(shot, differing[0]) if control.rank in differing[1:] else {})

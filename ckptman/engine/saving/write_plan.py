@@ -143,7 +143,7 @@ def plan_save(snapshot: Snapshot, channel: Channel) -> RankFile:
         return Contribution(table[0].digest)
 
     with failing_as_one():
-        met = channel.agree("step() or save()", look)
+        met = channel.agree("save()", look)
     tables = tables_of_all(channel, table[0], met.unlike)
     with failing_as_one(), AllRanks[None](channel):
         file = make_rank_file(snapshot, plan_for(snapshot, tables, channel.rank))

@@ -19,9 +19,9 @@ import ckptman
 import ckptman.api as api_module
 import ckptman.engine.loading.exchange as sharing_module
 import ckptman.engine.loading.loader as load_module
-from ckptman.engine.comm.control_group import Channel
+from ckptman.engine.comm.control_group import Channel, Contribution
 from ckptman.engine.loading.checkpoint_reader import SavedState
-from ckptman.engine.loading.exchange import read_together
+from ckptman.engine.loading.exchange import SHARED_BYTES, SharedReads, read_together
 from tests.engine.dcp.test_shards import local
 from tests.engine.dcp.test_values import bits, noise, save
 from tests.helpers.checkpoints import flip_byte
@@ -339,3 +339,17 @@ def save_a_sum(path):
 
 def test_what_one_rank_cannot_plan_is_told_to_all(tmp_path):
     assert run_ranks(2, save_a_sum, str(tmp_path / "x"), limit=30) == ["ConfigError"] * 2
+
+
+def share():
+    channel = Channel(60)
+    own = {f"own-{channel.rank}": torch.zeros(SHARED_BYTES)}
+    together = SharedReads(channel)
+    shared = together.find({"in place": {"weight": torch.zeros(SHARED_BYTES)}, "objects": own})
+    together.keep_known(channel.agree("load()", lambda: Contribution(shared)).unlike)
+    channel.close()
+    return [(part, [each.name for each in group]) for (part, _), group in together._groups.items()]
+
+
+def test_what_each_rank_has_for_itself_keeps_the_model_from_nothing():
+    assert run_ranks(2, share) == [[("in place", ["weight"])]] * 2

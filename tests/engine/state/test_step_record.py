@@ -6,7 +6,6 @@ import json
 import math
 import os
 import random
-import re
 import signal
 import sys
 import threading
@@ -550,16 +549,30 @@ def test_any_rank_may_ask_for_another_attempt(tmp_path):
     assert run_ranks(2, _one_rank_asks_for_another_attempt, str(tmp_path)) == ["stopped", "stopped"]
 
 
-def _other_calls(root):
+def _other_calls(root, steps, verb):
     run = Checkpointer(root, {"n": {"x": 1}}, save_policy=NEVER, watchdog=None, timeout_seconds=30)
+    for step in range(1, steps + 1):
+        run.step(step)
     with pytest.raises(ConfigError) as caught:
-        run.step(1) if dist.get_rank() else run.restore()
+        if dist.get_rank() == 0:
+            OTHER_CALLS[verb](run, steps + 1)
+        for step in range(steps + 1, steps + 3):
+            run.step(step)
     return str(caught.value)
 
 
-def test_ranks_that_call_other_methods_are_told(tmp_path):
-    for told in run_ranks(2, _other_calls, str(tmp_path), fresh=True):
-        assert re.search(r"rank 0 is in restore\(\) and rank 1 in step\(\) or save\(\)", told)
+OTHER_CALLS = {
+    "restore()": lambda run, step: run.restore(),
+    "save()": lambda run, step: run.save(step),
+    "wait()": lambda run, step: run.wait(),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("verb", OTHER_CALLS)
+def test_ranks_that_call_other_methods_are_told(tmp_path, verb, steps):
+    for told in run_ranks(2, _other_calls, str(tmp_path), steps, verb, fresh=True):
+        assert told.startswith(f"rank 0 is in {verb} and rank 1 in step()")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, AttributeError])
