@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -61,8 +60,8 @@ def adopt(
                 console.say(*_lines(folder, adopted[-1]))
     whys = {folder: console.message(error) for folder, error in refused.items()}
     if as_json:
-        told: dict[str, Any] = {"adopted": [asdict(each) | {"path": str(each.path)} for each in adopted]}
-        console.say_json(told | {"refused": [{"path": str(each), "why": why} for each, why in whys.items()]})
+        refusals = [{"path": each, "why": why} for each, why in whys.items()]
+        console.say_json({"adopted": adopted, "refused": refusals})
     for folder, why in whys.items():
         console.complain(f"{folder} was not adopted: {why}")
     if refused:
@@ -80,12 +79,9 @@ def _adopt(folder: Path, step: int | None, keep_name: bool) -> Adopted:
 
 
 def _lines(folder: Path, found: Adopted) -> list[str]:
-    what = f"{console.count(found.files, 'file')}, {console.size(found.bytes)}"
+    what = "it had been adopted before"
     if found.files:
-        what += f", of which {console.size(found.checked_bytes)} have a checksum, which is right"
-    else:
-        what = "it had been adopted before"
-    lines = [
-        f"{console.plain(folder)} -> {console.plain(folder.with_name(found.path.name))}: step {found.step}; {what}"
-    ]
-    return [*lines, *(f"  {console.plain(remark)}" for remark in found.remarks)]
+        checked = f"{console.size(found.checked_bytes)} have a checksum, which is right"
+        what = f"{console.count(found.files, 'file')}, {console.size(found.bytes)}, of which {checked}"
+    renamed = f"{console.plain(folder)} -> {console.plain(folder.with_name(found.path.name))}"
+    return [f"{renamed}: step {found.step}; {what}", *(f"  {console.plain(remark)}" for remark in found.remarks)]

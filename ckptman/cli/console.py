@@ -11,6 +11,8 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -37,7 +39,8 @@ def say(*lines: str) -> None:
 
 
 def say_json(data: object) -> None:
-    """Print strict JSON: numbers that JSON has no name for become "NaN", "Infinity" and "-Infinity"."""
+    """Print strict JSON: dataclasses as objects, paths as strings, and numbers that JSON has no name for as "NaN",
+    "Infinity" and "-Infinity"."""
     say(json.dumps(_strict(data), indent=1))
 
 
@@ -94,21 +97,21 @@ def page_width() -> int:
 
 def table(
     headers: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    rows: Iterable[Sequence[object]],
     right: str = "",
     *,
     drop: Sequence[str] = (),
     indent: int = 0,
     width: int | None = None,
 ) -> list[str]:
-    """Return the lines of a table; without headers, none has one. Columns whose header is among the words of `right`
-    are right-aligned.
+    """Return the lines of a table; without headers, no column has one. A cell that is None is shown as `-`. Columns
+    whose header is among the words of `right` are right-aligned.
 
     Where it is wider than the terminal, or than `width`, columns of `drop` are left out, the first one first; the last
     column is folded; and if that is not enough, the widest column gets a line of its own above each row. What goes
     elsewhere than to a terminal stays whole.
     """
-    cells = [list(headers)] * bool(headers) + [list(map(str, row)) for row in rows]
+    cells = [list(headers)] * bool(headers) + [["-" if cell is None else str(cell) for cell in row] for row in rows]
     room = terminal_width() if width is None else width
     if not cells:
         return []
@@ -194,4 +197,8 @@ def _strict(data: Any) -> Any:
         return {key: _strict(each) for key, each in data.items()}
     if isinstance(data, (list, tuple)):
         return [_strict(each) for each in data]
+    if isinstance(data, PurePath):
+        return str(data)
+    if is_dataclass(data):
+        return {each.name: _strict(getattr(data, each.name)) for each in fields(data)}
     return data

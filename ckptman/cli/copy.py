@@ -181,9 +181,7 @@ class _Job:
         return {
             "source": self._source,
             "destination": self._destination,
-            "checkpoints": [
-                {**vars(each), "remarks": list(each.remarks), "read_back": not each.from_memory} for each in self.copied
-            ],
+            "checkpoints": [{**vars(each), "read_back": not each.from_memory} for each in self.copied],
             "passed_over": [{"step": entry.step, "path": entry.where, "why": why} for entry, why in self.passed_over],
             "failed": [{"step": step, "why": console.message(error)} for step, error in self.failures.items()],
         }

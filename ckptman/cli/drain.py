@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -87,7 +87,18 @@ def drain(
         done = [each for each in done if each.copied is not None]
         time.sleep(poll)
     if as_json:
-        console.say_json({"root": str(root), "tasks": [_as_dict(each) for each in done], "troubles": _troubles(plan)})
+        tasks = [
+            {
+                "step": each.task.entry.step,
+                "tier": str(each.task.tier),
+                "reason": each.task.reason,
+                "copied": each.copied,
+                "busy": each.busy,
+                "error": None if each.error is None else console.message(each.error),
+            }
+            for each in done
+        ]
+        console.say_json({"root": root, "tasks": tasks, "troubles": _troubles(plan)})
     else:
         console.say(_summary(done, tiers))
     _raise_worst(done, plan)
@@ -125,21 +136,15 @@ def _is_finished(root: Path) -> bool:
 def _tell_plan(root: Path, plan: DrainPlan, as_json: bool) -> None:
     if as_json:
         tasks = [
-            {"step": task.entry.step, "path": str(task.entry.path), "tier": str(task.tier), "reason": task.reason}
+            {"step": task.entry.step, "path": task.entry.path, "tier": str(task.tier), "reason": task.reason}
             for task in plan.tasks
         ]
-        console.say_json({"root": str(root), "dry_run": True, "tasks": tasks, "troubles": _troubles(plan)})
+        console.say_json({"root": root, "dry_run": True, "tasks": tasks, "troubles": _troubles(plan)})
         return
-    rows = [
-        (
-            "copy",
-            f"step {task.entry.step}",
-            console.size(task.entry.require_manifest().total_bytes),
-            console.plain(task.tier),
-            console.plain(task.reason),
-        )
-        for task in plan.tasks
-    ]
+    rows = []
+    for task in plan.tasks:
+        size = console.size(task.entry.require_manifest().total_bytes)
+        rows.append(("copy", f"step {task.entry.step}", size, console.plain(task.tier), console.plain(task.reason)))
     if rows:
         console.say(*console.table(("action", "what", "size", "to", "why"), rows, right="size"), "")
     console.say(f"Would copy {console.count(len(rows), 'checkpoint')}. Nothing was copied (--dry-run).")
@@ -150,10 +155,11 @@ def _lines(drained: Drained) -> list[str]:
     if drained.copied is not None:
         first, *more = copied_lines(drained.copied)
         return [f"{tier}: {first} ({console.plain(drained.task.reason)})", *more]
-    if drained.busy:
-        return [f"{tier}: step {drained.task.entry.step}: another process is at work there"]
-    why = console.message(drained.error) if drained.error is not None else ""
-    return [f"{tier}: step {drained.task.entry.step}: {console.paint('trouble', 'red')}: {why}"]
+    why = "another process is at work there"
+    if not drained.busy:
+        error = "" if drained.error is None else console.message(drained.error)
+        why = f"{console.paint('trouble', 'red')}: {error}"
+    return [f"{tier}: step {drained.task.entry.step}: {why}"]
 
 
 def _summary(done: list[Drained], tiers: tuple[Tier, ...]) -> str:
@@ -167,18 +173,6 @@ def _summary(done: list[Drained], tiers: tuple[Tier, ...]) -> str:
 
 def _troubles(plan: DrainPlan) -> list[dict[str, str]]:
     return [{"tier": str(each.tier), "why": each.trouble} for each in plan.troubles]
-
-
-def _as_dict(drained: Drained) -> dict[str, Any]:
-    copied, task = drained.copied, drained.task
-    return {
-        "step": task.entry.step,
-        "tier": str(task.tier),
-        "reason": task.reason,
-        "copied": None if copied is None else {**vars(copied), "remarks": list(copied.remarks)},
-        "busy": drained.busy,
-        "error": None if drained.error is None else console.message(drained.error),
-    }
 
 
 def _raise_worst(done: list[Drained], plan: DrainPlan) -> None:

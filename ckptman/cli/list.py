@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -72,10 +73,15 @@ def list_checkpoints(root: Roots, as_json: AsJson = False) -> None:
         # A column that would be empty from top to bottom is left out.
         shown = any(note is not None and not note.damaged for note in notes.values())
         headers = ("step", "age", "size", "ranks", "mesh", "metrics", *["verified"] * shown, "state")
-        rows = [
-            (*_row(entry, now), *[verified(notes.get(entry.path), now)] * shown, _state(entry, notes.get(entry.path)))
-            for entry in entries
-        ]
+        rows = []
+        for entry in entries:
+            facts: tuple[object, ...] = (None,) * 5
+            if (manifest := entry.manifest) is not None:
+                age, size = console.age_of(manifest.time_seconds, now), console.size(manifest.total_bytes)
+                mesh, metrics = console.mesh(manifest.mesh), console.metrics(manifest.metrics) or None
+                facts = (age, size, manifest.world_size, mesh, metrics)
+            note = notes.get(entry.path)
+            rows.append((entry.step, *facts, *[verified(note, now)] * shown, _state(entry, note)))
         console.say(*console.table(headers, rows, right="step age size ranks", drop=DROPPED), "")
     console.say(_summary(listing))
     if held:
@@ -113,6 +119,15 @@ class _Listing:
         """What counts, oldest commit first."""
         return [entry for entry in self.counting if entry.complete and entry.path not in self.damaged]
 
+    @property
+    def broken(self) -> int:
+        """How many were not abandoned, and do not count."""
+        return len(self.counting) - len(self.good)
+
+    @property
+    def abandoned(self) -> int:
+        return len(self.entries) - len(self.counting)
+
     @cached_property
     def concern(self) -> str:
         """Why a restore does not take the newest, or takes one that is not finite; "" if neither."""
@@ -144,42 +159,32 @@ def _as_dict(listing: _Listing) -> dict[str, Any]:
     return {
         "root": listing.where,
         "checkpoints": [describe(entry, listing.notes.get(entry.path)) for entry in listing.entries],
-        "leftovers": [
-            {"path": str(path), "step": parsed.step, "kind": parsed.kind} for path, parsed in listing.leftovers
-        ],
+        "leftovers": [{"path": path, "step": name.step, "kind": name.kind} for path, name in listing.leftovers],
         "foreign": list(map(_describe_foreign, listing.others)),
         "memory": describe_parts(listing.held),
     }
 
 
 def _list_many(roots: Sequence[str | Path], as_json: bool) -> None:
-    """List several roots, each on a line. Ends with the exit code of the first that could not be read."""
-    now, rows, told, failed = time.time(), [], list[dict[str, Any]](), list[Exception]()
+    """List several roots, one per line. Ends with the exit code of the first that could not be read."""
+    now, rows, described, failed = time.time(), list[Sequence[object]](), list[dict[str, Any]](), list[Exception]()
     for root in roots:
         name = console.plain(root)
         try:
             listing = _look(root)
         except (CkptmanError, OSError) as error:
             failed.append(error)
-            said = console.message(error)
-            rows.append((name, "-", "-", "-", "-", console.paint(console.plain(said), "red")))
-            told.append({"root": str(root), "error": said, "exit_code": console.exit_code(error)})
+            why = console.message(error)
+            rows.append((name, None, None, None, None, console.paint(console.plain(why), "red")))
+            described.append({"root": root, "error": why, "exit_code": console.exit_code(error)})
             continue
-        told.append(_as_dict(listing))
-        good = listing.good
-        newest = good[-1].require_manifest() if good else None
-        rows.append(
-            (
-                name,
-                "-" if newest is None else str(newest.step),
-                "-" if newest is None else console.age_of(newest.time_seconds, now),
-                f"{len(good):,}",
-                console.size(sum(each.require_manifest().total_bytes for each in good)),
-                _state_of_root(listing),
-            )
-        )
+        described.append(_as_dict(listing))
+        good = [each.require_manifest() for each in listing.good]
+        newest = (good[-1].step, console.age_of(good[-1].time_seconds, now)) if good else (None, None)
+        total = console.size(sum(each.total_bytes for each in good))
+        rows.append((name, *newest, f"{len(good):,}", total, _state_of_root(listing)))
     if as_json:
-        console.say_json(told)
+        console.say_json(described)
     else:
         headers = ("root", "newest", "age", "count", "size", "state")
         console.say(*console.table(headers, rows, right="newest age count size", drop=("count", "size")))
@@ -189,57 +194,54 @@ def _list_many(roots: Sequence[str | Path], as_json: bool) -> None:
 
 
 def _state_of_root(listing: _Listing) -> str:
-    """What is to be known of a root, in a few words."""
-    good, said = listing.good, []
-    if not good:
+    said = []
+    if not listing.good:
         said.append("no complete checkpoint")
     elif listing.concern:
         said.append(f"the newest is {listing.concern.partition(':')[0]}")
-    if broken := len(listing.counting) - len(good):
+    if broken := listing.broken:
         said.append(f"{broken:,} {'does' if broken == 1 else 'do'} not count")
-    if left := len(listing.entries) - len(listing.counting):
-        said.append(f"{left:,} abandoned")
+    if listing.abandoned:
+        said.append(f"{listing.abandoned:,} abandoned")
     if listing.leftovers:
         said.append(console.count(len(listing.leftovers), "leftover"))
     if listing.others:
         said.append(f"{len(listing.others):,} of other programs")
     text = ", ".join(said) or "complete"
-    return console.paint(text, "yellow") if not good or listing.concern or broken else text
+    return console.paint(text, "yellow") if not listing.good or listing.concern or broken else text
 
 
 def _describe_foreign(found: ForeignCheckpoint) -> dict[str, Any]:
     """A checkpoint of another program, for programs; sizes and times are those of its files."""
-    facts: dict[str, Any] = {"path": str(found.path), "writer": found.writer, "step": found.step}
-    try:
+    size, written = None, None
+    with contextlib.suppress(OSError):  # deleted since, or not readable for us
         size, written = found.size_and_time()
-    except OSError:  # gone since, or not for us to see
-        return {**facts, "bytes": None, "time_seconds": None}
-    return {**facts, "bytes": size, "time_seconds": written}
+    return {"path": found.path, "writer": found.writer, "step": found.step, "bytes": size, "time_seconds": written}
 
 
 def _foreign_lines(others: Sequence[ForeignCheckpoint]) -> list[str]:
-    """The checkpoints of other programs, and how far ckptman goes with them."""
+    """The checkpoints of other programs, and how far ckptman supports them."""
     now, rows = time.time(), []
     for found in others:
         facts = _describe_foreign(found)
-        step = "-" if found.step is None else str(found.step)
-        size = "-" if facts["bytes"] is None else console.size(facts["bytes"])
-        age = "-" if facts["time_seconds"] is None else console.age_of(facts["time_seconds"], now)
-        rows.append((step, age, size, console.plain(found.path.name), f"{found.writer}, no digests"))
+        is_there = facts["bytes"] is not None
+        size = console.size(facts["bytes"]) if is_there else None
+        age = console.age_of(facts["time_seconds"], now) if is_there else None
+        rows.append((found.step, age, size, console.plain(found.path.name), f"{found.writer}, no digests"))
     number = console.count(len(others), "checkpoint")
-    told = [f"{number} of other programs, which no restore takes from here and no prune deletes."]
+    text = f"{number} of other programs, which no restore takes from here and no prune deletes."
     if any(each.is_dcp for each in others):
-        told.append("ckptman adopt makes those of plain DCP count.")
-    return [*console.table(("step", "age", "size", "name", "written by"), rows, right="step age size"), " ".join(told)]
+        text += " ckptman adopt makes those of plain DCP count."
+    return [*console.table(("step", "age", "size", "name", "written by"), rows, right="step age size"), text]
 
 
 def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:
-    """A checkpoint for programs. Without a readable manifest, only where it is and what is wrong with it."""
+    """A checkpoint for programs. Without a readable manifest, only where it is and why it does not count."""
     facts: dict[str, Any] = {}
     if entry.manifest is not None:
         facts = {"bytes": entry.manifest.total_bytes}
         facts |= entry.manifest.model_dump(mode="python", exclude={"step", "files", "block_bytes"})
-    unsaid = {"manifest_digest", "files_digest", "damaged"}
+    damaged, internal = note.damaged if note else "", {"manifest_digest", "files_digest", "damaged"}
     return {
         "step": entry.step,
         "path": entry.where,
@@ -248,29 +250,15 @@ def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:
         **facts,
         "abandoned": entry.abandoned or None,
         "pinned": entry.pinned or None,
-        "verified": note.model_dump(mode="json", exclude=unsaid) if note and not note.damaged else None,
-        "damaged": note.damaged or None if note is not None else None,
+        "verified": note.model_dump(mode="json", exclude=internal) if note and not damaged else None,
+        "damaged": damaged or None,
     }
 
 
-def _row(entry: Entry, now: float) -> tuple[str, ...]:
-    manifest = entry.manifest
-    if manifest is None:
-        return (str(entry.step), "-", "-", "-", "-", "-")
-    return (
-        str(entry.step),
-        console.age_of(manifest.time_seconds, now),
-        console.size(manifest.total_bytes),
-        str(manifest.world_size),
-        console.mesh(manifest.mesh),
-        console.metrics(manifest.metrics) or "-",
-    )
-
-
-def verified(note: Verified | None, now: float) -> str:
-    """What was proved of a checkpoint, and when: `5 min ago`, `3 h ago, on 1 2 8`, `plan only`, or `-`."""
+def verified(note: Verified | None, now: float) -> str | None:
+    """When a checkpoint was verified, and for which world sizes: `5 min ago`, `3 h ago, on 1 2 8`, `plan only`."""
     if note is None or note.damaged:
-        return "-"
+        return None
     when = f"{console.age(now - note.time_seconds)} ago" if note.every_byte else "plan only"
     loaded = [*map(str, note.world_sizes), *("x".join(map(str, mesh)) for mesh in note.meshes)]
     return f"{when}, on {' '.join(loaded[:SIZES_SHOWN])}{' ...' * (len(loaded) > SIZES_SHOWN)}" if loaded else when
@@ -296,8 +284,7 @@ def _state(entry: Entry, note: Verified | None) -> str:
 
 
 def _summary(listing: _Listing) -> str:
-    complete, counting, leftovers = listing.good, listing.counting, len(listing.leftovers)
-    left = len(listing.entries) - len(counting)
+    complete, left = listing.good, listing.abandoned
     sentences = [f"{console.plain(listing.where)}: no complete checkpoint."]
     if complete:
         total = console.size(sum(entry.require_manifest().total_bytes for entry in complete))
@@ -305,11 +292,11 @@ def _summary(listing: _Listing) -> str:
         sentences = [f"{number}, {total}; the newest is of step {complete[-1].step}."]
         if listing.concern:
             sentences.append(f"The newest is {listing.concern}.")
-    if broken := len(counting) - len(complete):
+    if broken := listing.broken:
         sentences.append(f"{broken:,} {'does' if broken == 1 else 'do'} not count.")
     if left:
         sentences.append(f"{left:,} {'was' if left == 1 else 'were'} abandoned.")
-    if leftovers:
-        folders = console.count(leftovers, "folder")
+    if listing.leftovers:
+        folders = console.count(len(listing.leftovers), "folder")
         sentences.append(f"{folders} besides, unfinished or left over by a crash: ckptman prune clears what is dead.")
     return " ".join(sentences)

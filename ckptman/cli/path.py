@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,9 +10,6 @@ from ckptman.cli import console
 from ckptman.cli.options import option
 from ckptman.cli.select import Root
 from ckptman.errors import ConfigError, NotFoundError, plain
-
-if TYPE_CHECKING:
-    from ckptman.run import Checkpoint, Run
 
 
 def path(
@@ -36,24 +33,16 @@ def path(
     if highest and best is None:
         raise ConfigError("--max says how --best compares: name the metric, as in --best accuracy --max")
     run = Run(root)
+    counting = [each for each in run.checkpoints if each.counts]
+    missing = "there is no checkpoint that counts"
     if best is not None:
         found = run.best(best, "max" if highest else "min")
+        missing = f"no checkpoint has a finite {plain(best)}" if counting else missing
+    elif step is not None:
+        found = next((each for each in reversed(counting) if each.step == step), None)
+        missing = f"there is no checkpoint of step {step} that counts" if counting else missing
     else:
-        found = run.latest if step is None else _of_step(run, step)
+        found = run.latest
     if found is None:
-        raise NotFoundError(f"{root}: {_what_is_there(run, best, step)}: ckptman list {root} shows what is there")
+        raise NotFoundError(f"{root}: {missing}: ckptman list {root} shows what is there")
     console.say(str(found.path))
-
-
-def _of_step(run: Run, step: int) -> Checkpoint | None:
-    return next((each for each in reversed(run.checkpoints) if each.step == step and each.counts), None)
-
-
-def _what_is_there(run: Run, metric: str | None, step: int | None) -> str:
-    """Return what is missing, in words."""
-    counting = [each for each in run.checkpoints if each.counts]
-    if not counting:
-        return "there is no checkpoint that counts"
-    if metric is None:
-        return f"there is no checkpoint of step {step} that counts"
-    return f"no checkpoint has a finite {plain(metric)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console
+from ckptman.cli.list import short_problem
 from ckptman.cli.memory import clear, superseded
 from ckptman.cli.options import (
     OTHERS,
@@ -33,14 +35,15 @@ from ckptman.cli.options import (
     path_argument,
 )
 from ckptman.cli.progress import progress
-from ckptman.cli.prune_report import as_dict, lines, summary
 from ckptman.cli.select import roots_of
 from ckptman.errors import CkptmanError, ConfigError, RootError
 from ckptman.storage.catalog.root_checks import check_is_root
-from ckptman.storage.format.foreign import foreign_in
+from ckptman.storage.format.foreign import ForeignCheckpoint, foreign_in
+from ckptman.storage.format.paths import parse_step
 
 if TYPE_CHECKING:
     from ckptman.policies.retention_rules import RetentionPolicy
+    from ckptman.storage.catalog.prune import Pruned, PrunePlan
 
 MOST_JOBS = 256
 Roots = Annotated[
@@ -149,7 +152,7 @@ def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
     for path in paths:
         if not wishes.as_json:
             console.say(f"{console.plain(path)}:")
-        data: dict[str, Any] = {"root": str(path)}
+        data: dict[str, Any] = {"root": path}
         failed: Exception | None = None
         try:
             data, failed = _prune_one(path, wishes)
@@ -188,7 +191,7 @@ def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError |
         memory = superseded(root)
         left = [Leftover(each.folder, None, "in memory, of a run that is over", each.size_bytes) for each in memory]
         shown = replace(plan, leftovers=[*plan.leftovers, *left])
-        if not wishes.as_json and (said := lines(shown, with_checkpoints=not wishes.leftovers_only)):
+        if not wishes.as_json and (said := _lines(shown, with_checkpoints=not wishes.leftovers_only)):
             console.say(*said)
         pruned = None if wishes.dry_run else Pruned()
         failed = None
@@ -199,5 +202,85 @@ def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError |
             pruned.cleared += len(memory)
     others = foreign_in(root, os.listdir(root))  # noqa: PTH208 names alone are wanted
     if not wishes.as_json:
-        console.say(*summary(shown, pruned, others))
-    return as_dict(root, shown, pruned, others), failed
+        console.say(*_summary(shown, pruned, others))
+    return _as_dict(root, shown, pruned, others), failed
+
+
+def _lines(plan: PrunePlan, with_checkpoints: bool) -> list[str]:
+    """A table of what is deleted and kept, with reasons, and an empty line after it; no lines if there is nothing."""
+    rows: list[Sequence[object]] = []
+    for verdict in plan.verdicts if with_checkpoints else []:
+        action, reasons = "keep" if verdict.keep else "delete", console.plain("; ".join(verdict.reasons))
+        rows.append((action, f"step {verdict.record.step}", console.size(verdict.record.bytes), reasons))
+    for action, leftovers in (("clear", plan.leftovers), ("put back", plan.strays)):
+        rows += [(action, console.plain(each.path.name), console.size(each.bytes), each.reason) for each in leftovers]
+    for entry, why in plan.ignored:
+        name = parse_step(entry.path.name)
+        is_stranger = name is None or name.kind in ("tmp", "old", "trash")
+        if with_checkpoints or is_stranger:
+            what = console.plain(entry.path.name) if is_stranger else f"step {entry.step}"
+            size = console.size(entry.manifest.total_bytes) if entry.manifest else None
+            rows.append(("ignore", what, size, f"it does not count: {console.plain(short_problem(entry, why))}"))
+    return [*console.table(("action", "what", "size", "why"), rows, right="size"), ""] if rows else []
+
+
+def _summary(plan: PrunePlan, pruned: Pruned | None, others: Sequence[ForeignCheckpoint]) -> list[str]:
+    """What it came to, or (`pruned` is None) would; and that checkpoints of other programs stay."""
+    said = [_outcome(plan, pruned)]
+    steps = {verdict.record.sequence: verdict.record.step for verdict in plan.verdicts}
+    for sequence, reason in sorted(pruned.spared.items() if pruned is not None else ()):
+        said.append(f"Spared after all: step {steps[sequence]}, {console.plain(reason)}.")
+    if plan.over_bytes:
+        said.append(
+            f"Still {console.size(plan.over_bytes)} over the limit: what is left is the newest, verified, pinned or in "
+            f"use, and no limit removes that."
+        )
+    if others:
+        number, one = console.count(len(others), "checkpoint"), others[-1]
+        adopt = "; ckptman adopt hands those of plain DCP to the rules" if any(each.is_dcp for each in others) else ""
+        said.append(
+            f"{number} of other programs, such as {console.plain(one.path.name)} of {one.writer}: no rule deletes "
+            f"{'it' if len(others) == 1 else 'them'}{adopt}."
+        )
+    return said
+
+
+def _outcome(plan: PrunePlan, pruned: Pruned | None) -> str:
+    deleted = len(plan.deletions if pruned is None else pruned.deleted)
+    what = [f"{deleted:,} of {console.count(len(plan.verdicts), 'checkpoint')}"] if deleted else []
+    cleared = len(plan.leftovers) if pruned is None else pruned.cleared
+    what += [console.count(cleared, "leftover")] if cleared else []
+    if not what and (plan.deletions or plan.leftovers):
+        return "Nothing was deleted."
+    if not what:
+        return f"Nothing to delete: {console.count(len(plan.verdicts), 'checkpoint')}, no leftovers."
+    if pruned is None:
+        return f"Would delete {' and '.join(what)}, {console.size(plan.freed_bytes)}. Nothing was deleted (--dry-run)."
+    return f"Deleted {' and '.join(what)}: {console.size(pruned.freed_bytes)} freed."
+
+
+def _as_dict(root: Path, plan: PrunePlan, pruned: Pruned | None, others: Sequence[ForeignCheckpoint]) -> dict[str, Any]:
+    spared = pruned.spared if pruned is not None else {}
+    checkpoints = []
+    for record, keep, reasons in ((each.record, each.keep, each.reasons) for each in plan.verdicts):
+        rescue = spared.get(record.sequence)
+        checkpoints.append(
+            {
+                "step": record.step,
+                "path": plan.entries[record.sequence].path,
+                "keep": keep or record.sequence in spared,
+                "reasons": [*reasons, rescue] if rescue else reasons,
+                "bytes": record.bytes,
+            }
+        )
+    return {
+        "root": root,
+        "dry_run": pruned is None,
+        "checkpoints": checkpoints,
+        "ignored": [{"step": entry.step, "path": entry.path, "why": why} for entry, why in plan.ignored],
+        "foreign": [{"path": each.path, "writer": each.writer, "step": each.step} for each in others],
+        "leftovers": plan.leftovers,
+        "put_back": [{"path": each.path, "step": each.step, "reason": each.reason} for each in plan.strays],
+        "freed_bytes": plan.freed_bytes if pruned is None else pruned.freed_bytes,
+        "over_bytes": plan.over_bytes,
+    }

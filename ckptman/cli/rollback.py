@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -55,7 +55,12 @@ def rollback(
         change = execute(root, make, why=why, by=user_at_host(), time_seconds=now, highest=highest_attempt, job_id=job)
         _note(root, change, why)
     if as_json:
-        console.say_json(_as_dict(root, change, dry_run))
+        entries = [
+            {"step": entry.step, "path": entry.path, "bytes": entry.require_manifest().total_bytes}
+            for entry in change.entries
+        ]
+        facts = {"root": root, "dry_run": dry_run, "step": change.target.step, "undoes": change.undoes}
+        console.say_json(facts | {"abandoned" if change.undoes is None else "brought_back": entries})
     else:
         console.say(*_lines(change, dry_run, now))
 
@@ -79,16 +84,10 @@ def _lines(change: Change, dry_run: bool, now: float) -> list[str]:
             f"Nothing on disk to abandon: step {change.target.step} is the newest checkpoint there. What nodes have in "
             f"memory is {'brought back' if change.undoes else 'abandoned'}, whatever its step."
         ]
-    rows = [
-        (
-            action,
-            f"step {manifest.step}",
-            console.size(manifest.total_bytes),
-            console.age_of(manifest.time_seconds, now),
-            console.metrics(manifest.metrics) or "-",
-        )
-        for manifest in (each.require_manifest() for each in change.entries)
-    ]
+    rows = []
+    for each in (entry.require_manifest() for entry in change.entries):
+        size, age = console.size(each.total_bytes), console.age_of(each.time_seconds, now)
+        rows.append((action, f"step {each.step}", size, age, console.metrics(each.metrics) or None))
     lines = console.table(("action", "what", "size", "age", "metrics"), rows, right="size age")
     goes = "Nothing was changed (--dry-run): the next restore would go" if dry_run else "The next restore goes"
     told = f"{goes} on from step {change.target.step}."
@@ -96,16 +95,3 @@ def _lines(change: Change, dry_run: bool, now: float) -> list[str]:
         newest = f"step {change.target.step} is then the newest, and not finite ({console.plain(nonfinite_reason)})"
         told = f"{goes} on from the newest finite one, if there is any: {newest}."
     return [*lines, "", told]
-
-
-def _as_dict(root: Path, change: Change, dry_run: bool) -> dict[str, Any]:
-    return {
-        "root": str(root),
-        "dry_run": dry_run,
-        "step": change.target.step,
-        "undoes": change.undoes,
-        "abandoned" if change.undoes is None else "brought_back": [
-            {"step": entry.step, "path": str(entry.path), "bytes": entry.require_manifest().total_bytes}
-            for entry in change.entries
-        ],
-    }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,6 @@ from ckptman.cli import console
 from ckptman.cli.list import describe, verified
 from ckptman.cli.options import AsJson
 from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
-from ckptman.cli.tensors import TensorFacts, foreign_tensors, tensors_of
 from ckptman.errors import CorruptError
 from ckptman.policies.retention_rules import is_known_time
 
@@ -20,8 +21,23 @@ if TYPE_CHECKING:
     from ckptman.storage.catalog.verified import Verified
     from ckptman.storage.format.index import Unit
 
+Box = tuple[Sequence[int], Sequence[int]]
+"""Offsets and sizes of a chunk, in elements."""
+
 VALUES_SHOWN = 12
 """Plain values shown of one object: an optimizer has a dozen for each parameter."""
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """A tensor as saved. `shape`: global; `sharding`: in words; `bytes`: of its elements, without their containers."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: int
+    sharding: str
+    bytes: int
 
 
 def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
@@ -40,7 +56,11 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
     with reading(entry.path, what="show"):
         manifest = entry.require_manifest()
         index = read_index(entry.path, manifest)
-        tensors = tensors_of(index, open_table(entry.path, manifest, index))
+        table = open_table(entry.path, manifest, index)
+        tensors = [
+            tensor_facts(name, each.shape, each.dtype, table.chunks(name).boxes())
+            for name, each in sorted(index.tensors.items())
+        ]
         units = [each for each in index.units if not (isinstance(each.value, dict) and each.value.get("~") == "tensor")]
         note = read_verified(entry.path, manifest)
         values = [(unit, *_decoded(unit, entry.path)) for unit in units]
@@ -49,7 +69,7 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
             {
                 **describe(entry, note),
                 "files": {name: record.model_dump() for name, record in sorted(manifest.files.items())},
-                "tensors": [asdict(tensor) for tensor in tensors],
+                "tensors": tensors,
                 "values": [{"state": unit.state, "key": unit.key, "value": unit.value} for unit in units],
             }
         )
@@ -63,8 +83,8 @@ def _show_foreign(path: Path, as_json: bool) -> None:
     """Show the tensors and the names of the plain values of a checkpoint without a manifest. Raises: CorruptError."""
     tensors, values, changed = foreign_tensors(path)
     if as_json:
-        facts: dict[str, Any] = {"path": str(path), "manifest": None, "tensors": [asdict(each) for each in tensors]}
-        console.say_json({**facts, "values": values, "transforms": changed})
+        facts = {"path": path, "manifest": None, "tensors": tensors, "values": values, "transforms": changed}
+        console.say_json(facts)
         return
     console.say(f"{console.plain(path)}: written by plain DCP; no manifest, so no step, no digests, no lineage")
     if changed:
@@ -79,14 +99,8 @@ def _tensor_lines(tensors: list[TensorFacts]) -> list[str]:
     """The section about tensors, for people."""
     title = f"{console.count(len(tensors), 'tensor')}, {console.size(sum(tensor.bytes for tensor in tensors))}"
     rows = [
-        (
-            console.plain(tensor.name),
-            str(list(tensor.shape)),
-            console.plain(tensor.dtype),
-            tensor.sharding,
-            console.size(tensor.bytes),
-        )
-        for tensor in tensors
+        (console.plain(each.name), list(each.shape), console.plain(each.dtype), each.sharding, console.size(each.bytes))
+        for each in tensors
     ]
     return ["", title, *console.table(("name", "shape", "dtype", "sharding", "size"), rows, indent=2)] if rows else []
 
@@ -120,7 +134,7 @@ def _origin(entry: Entry, note: Verified | None, now: float) -> list[str]:
         *([("damaged", console.paint(console.plain(note.damaged), "red"))] if note and note.damaged else []),
         *([("abandoned", console.plain(entry.abandoned))] if entry.abandoned else []),
         ("ranks", f"{manifest.world_size}, mesh {console.mesh(manifest.mesh)}"),
-        ("metrics", console.metrics(manifest.metrics) or "-"),
+        ("metrics", console.metrics(manifest.metrics) or None),
         *([("not finite", console.paint(console.plain(entry.nonfinite), "yellow"))] if entry.nonfinite else []),
         *((f"metadata {console.plain(name)}", short(value)) for name, value in manifest.metadata.items()),
         ("run", run + (f", job {console.plain(manifest.job_id)}" if manifest.job_id else "")),
@@ -160,3 +174,47 @@ def _value_lines(values: list[tuple[Unit, Any, Any]]) -> list[str]:
     if not rows:
         return []
     return ["", console.count(len(values), "plain value"), *console.table((), rows, indent=2)]
+
+
+def foreign_tensors(path: Path) -> tuple[list[TensorFacts], list[str], list[str]]:
+    """Return the tensors of what plain DCP or torchtitan wrote, the names of its plain values, and what transformed it.
+
+    Its description is a pickle, so this needs torch. Raises: CorruptError.
+    """
+    from ckptman.engine.loading.restricted_unpickler import read_foreign_metadata, transforms_in
+    from ckptman.storage.format.paths import METADATA
+
+    tensors, values = [], []
+    metadata = read_foreign_metadata(path / METADATA)
+    found: dict[str, Any] = dict(metadata.state_dict_metadata)
+    for name, described in sorted(found.items()):
+        if hasattr(described, "chunks"):
+            dtype = str(described.properties.dtype).removeprefix("torch.")
+            boxes = [(chunk.offsets, chunk.sizes) for chunk in described.chunks]
+            tensors.append(tensor_facts(name, described.size, dtype, boxes))
+        else:
+            values.append(name)
+    return tensors, values, sorted({*transforms_in(metadata).values()})
+
+
+def tensor_facts(name: str, shape: Sequence[int], dtype: str, boxes: Sequence[Box]) -> TensorFacts:
+    """Describe a tensor that was saved in these chunks."""
+    from ckptman.storage.format.chunk_table import item_bytes
+
+    # What nobody knows the size of is one of the many one-byte floats.
+    total = prod(shape) * (item_bytes(dtype) or 1)
+    return TensorFacts(name, tuple(shape), dtype, len(boxes), sharding(shape, boxes), total)
+
+
+def sharding(shape: Sequence[int], boxes: Sequence[Box]) -> str:
+    """Return how a tensor was cut, in words: `whole`, `4 shards along dim 0`, `2 x 2 shards along dims 0, 1`, `5
+    chunks`."""
+    if len(boxes) == 1:
+        return "whole"
+    cuts = [len({tuple(offsets)[dim] for offsets, _ in boxes}) for dim in range(len(shape))]
+    dims = [dim for dim, parts in enumerate(cuts) if parts > 1]
+    if not dims or prod(cuts) != len(boxes):
+        return f"{len(boxes)} chunks"
+    if len(dims) == 1:
+        return f"{len(boxes)} shards along dim {dims[0]}"
+    return f"{' x '.join(str(cuts[dim]) for dim in dims)} shards along dims {', '.join(map(str, dims))}"

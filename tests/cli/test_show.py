@@ -4,8 +4,7 @@ import shutil
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.cli.show import VALUES_SHOWN
-from ckptman.cli.tensors import sharding, tensor_facts
+from ckptman.cli.show import VALUES_SHOWN, sharding, tensor_facts
 from tests.helpers.checkpoints import commit
 
 
