@@ -175,7 +175,9 @@ class _Job:
             for step, error in self.failures.items():
                 if isinstance(error, kind):
                     what = f"{console.count(len(self.failures), 'checkpoint')} not copied, the first of step {step}"
-                    raise _NotAllError(f"{what}: {console.message(error)}", error.exit_code)
+                    worst = CkptmanError(f"{what}: {console.message(error)}")
+                    worst.exit_code = error.exit_code
+                    raise worst
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -208,14 +210,6 @@ class _Job:
             return f"Nothing to copy: {there} in {where} already."
         copied = f"{console.count(len(new), 'checkpoint')}, {console.size(sum(each.bytes for each in new))}, to {where}"
         return f"Copied {copied}{f'; {there} there already' if len(new) < len(self.copied) else ''}."
-
-
-class _NotAllError(CkptmanError):
-    """Some were not copied: ends with the exit code of the worst reason."""
-
-    def __init__(self, words: str, exit_code: int) -> None:
-        super().__init__(words)
-        self.exit_code = exit_code
 
 
 def copied_lines(copied: Copied) -> list[str]:

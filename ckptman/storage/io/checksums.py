@@ -7,7 +7,7 @@ file is the xxh3-128 of its block digests one after the other. xxh3 finds accide
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,10 +101,12 @@ def digest_bytes(data: bytes, block_bytes: int = BLOCK_BYTES) -> str:
     return digester.finish()
 
 
-def digest_file(path: Path, block_bytes: int = BLOCK_BYTES) -> tuple[int, list[bytes]]:
+def digest_file(
+    path: Path, block_bytes: int = BLOCK_BYTES, *, done: Callable[[int], None] | None = None
+) -> tuple[int, list[bytes]]:
     """Size in bytes and block digests of a regular file, read once from front to back.
 
-    Raises: CorruptError (it is no file), OSError.
+    `done`: called with the bytes of each read. Raises: CorruptError (it is no file), OSError.
     """
     digester = BlockDigester(block_bytes)
     with open(open_regular(path), "rb", buffering=0) as file:
@@ -112,5 +114,7 @@ def digest_file(path: Path, block_bytes: int = BLOCK_BYTES) -> tuple[int, list[b
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while count := file.readinto(buffer):
             digester.update(buffer[:count])
+            if done is not None:
+                done(count)
     digester.finish()
     return digester.size_bytes, digester.blocks

@@ -27,10 +27,9 @@ from ckptman.storage.format.paths import MANIFEST, METADATA, parse_data, parse_h
 from ckptman.storage.io.durable_files import DISK, holding
 from ckptman.storage.io.file_scan import Stamp, stamp_of
 from ckptman.storage.io.safe_open import read_regular
-from ckptman.tools.adopt.describe import describe, placed
+from ckptman.tools.adopt.describe import REASON, describe, placed
 from ckptman.tools.verify.foreign_check import ForeignReport, check_foreign
 
-REASON = "adopted: plain DCP wrote it"
 _SHOWN = 5
 _OURS = re.compile(r"(?:blocks-[0-9]{5,}(?:-[0-9]+)?\.bin|chunks\.bin|index\.json|manifest\.json)", re.ASCII)
 
@@ -85,9 +84,10 @@ def adopt(
         raise NotFoundError(f"there is no {folder}: check the path, and the mount")
     other = recognize(folder)
     if other is not None and not other.is_dcp:
+        name = "step-<10 digits>" if other.step is None else step_folder(other.step)
         raise ConfigError(
             f"{folder} is a checkpoint of {other.writer}, and only those of plain DCP are adopted: it stays as it is. "
-            f"Load it by {other.writer}, and save what you loaded: ckptman.save(state, {_final_name(other.step)!r})"
+            f"Load it by {other.writer}, and save what you loaded: ckptman.save(state, {name!r})"
         )
     step = _step_of(folder, step)
     final = folder if keep_name else folder.with_name(step_folder(step))
@@ -113,7 +113,7 @@ def adopt(
             names = _data_names(saved)
             before = first | _stamps(folder, names)
             report = _examine(folder, done)
-            files, manifest = describe(saved, names, step, final, REASON, done)
+            files, manifest = describe(saved, names, step, final, done)
             if _stamps(folder, before) != before:
                 raise CorruptError(f"{folder} was written to while it was read: adopt it when its writer is done")
             _check_free(folder, step, final)  # that took long, and a run may have saved this step
@@ -127,15 +127,8 @@ def adopt(
         if final != folder:
             DISK.rename(folder, final)
             DISK.sync_folder(final.parent)
-    return Adopted(
-        final,
-        manifest.step,
-        manifest.sequence,
-        report.files,
-        report.bytes,
-        report.checked_bytes,
-        tuple(report.remarks),
-    )
+    counts = (report.files, report.bytes, report.checked_bytes)
+    return Adopted(final, manifest.step, manifest.sequence, *counts, tuple(report.remarks))
 
 
 def candidates(root: Path) -> list[Path]:
@@ -164,14 +157,11 @@ def _is_theirs(folder: Path) -> bool:
 
 
 def _step_of(folder: Path, step: int | None) -> int:
-    named = step_in(folder.name)
-    ours = parse_step(folder.name)
+    named, ours = step_in(folder.name), parse_step(folder.name)
     if ours is not None and (ours.kind != "step" or step not in (None, named)):
-        what = (
-            f"not that of step {step}"
-            if ours.kind == "step"
-            else "to a folder that is not a checkpoint yet, or no longer"
-        )
+        what = "to a folder that is not a checkpoint yet, or no longer"
+        if ours.kind == "step":
+            what = f"not that of step {step}"
         raise ConfigError(f"{folder.name} is a name that ckptman gives, {what}: rename it first")
     if step is None and named is None:
         raise ConfigError(f"{folder}: its name tells no step, as step-1000 does: name the step with --step")
@@ -179,10 +169,6 @@ def _step_of(folder: Path, step: int | None) -> int:
     assert found is not None
     step_folder(found)  # refuses what is none
     return found
-
-
-def _final_name(step: int | None) -> str:
-    return step_folder(step) if step is not None else "step-<10 digits>"
 
 
 def _manifest_in(folder: Path, step: int, final: Path) -> Manifest | None:

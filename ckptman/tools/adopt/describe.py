@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
-
-from xxhash import xxh3_128_hexdigest
 
 import ckptman
 from ckptman.engine.loading.checkpoint_reader import SavedState, resolve
@@ -22,11 +21,11 @@ from ckptman.storage.format.index import Index, Unit
 from ckptman.storage.format.manifest import FileRecord, Manifest
 from ckptman.storage.format.paths import CHUNKS, INDEX, METADATA, digests_name, parse_data, parse_step
 from ckptman.storage.format.value_codec import TensorRef, encode, tensor_ref
-from ckptman.storage.io.checksums import BLOCK_BYTES, BlockDigester, digest_bytes
-from ckptman.storage.io.safe_open import open_regular, read_regular
+from ckptman.storage.io.checksums import BLOCK_BYTES, digest_bytes, digest_file, digest_of_blocks
+from ckptman.storage.io.safe_open import read_regular
 from ckptman.tools.verify.witness import Witness
 
-_READ_BYTES = 4 * 1024 * 1024
+REASON = "adopted: plain DCP wrote it"
 _THREADS = 2
 _MOST_BYTES = 2**40
 
@@ -36,7 +35,6 @@ def describe(
     data_names: list[str],
     step: int,
     final: Path,
-    reason: str,
     done: Callable[[int], None] | None,
 ) -> tuple[dict[str, bytes], Manifest]:
     """Read all files of a complete checkpoint of plain DCP. Return the files to put beside them, and the manifest that
@@ -49,11 +47,10 @@ def describe(
     records: dict[str, FileRecord] = {}
     files: dict[str, bytes] = {}
     with ThreadPoolExecutor(_THREADS) as pool:
-        for name, (size, blocks) in zip(
-            data_names, pool.map(partial(_digests, done=done), [saved.folder / name for name in data_names])
-        ):
-            records[name] = FileRecord(bytes=size, digest=xxh3_128_hexdigest(blocks))
-            files[digests_name(name) or ""] = blocks
+        paths = [saved.folder / name for name in data_names]
+        for name, (size, blocks) in zip(data_names, pool.map(partial(digest_file, done=done), paths)):
+            records[name] = FileRecord(bytes=size, digest=digest_of_blocks(blocks))
+            files[digests_name(name) or ""] = b"".join(blocks)
     index, table = _indexed(saved, data_names)
     files |= {CHUNKS: table, INDEX: index.to_json()}
     described = {METADATA: read_regular(saved.folder / METADATA, _MOST_BYTES), **files}
@@ -63,7 +60,7 @@ def describe(
         step=step,
         sequence=1,
         time_seconds=0,
-        reason=reason,
+        reason=REASON,
         world_size=1 + max(ranks, default=0),
         torch_version="unknown",
         ckptman_version=ckptman.__version__,
@@ -83,16 +80,14 @@ def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
     for number, (name, dtype, _) in enumerate(tensors):
         for chunk in saved.all_chunks(name):
             payload = saved.payload(name, chunk)
-            elements = item_bytes(dtype)
-            for size in chunk.sizes:
-                elements = elements * size if elements is not None else None
+            item = item_bytes(dtype)
             if payload is None:
                 # Only torch.load can tell whether it is what the description says, as it is of a transposed tensor.
                 try:
                     witness.container(chunk.file, chunk.offset, chunk.bytes).load(saved.dtype(name), chunk.sizes)
                 except CorruptError as error:
                     raise CorruptError(f"{saved.folder}: {name}: {error}; bring it back from a copy") from error
-            if payload is None or elements is None or chunk.bytes - elements > FRAME_BYTES:
+            if payload is None or item is None or chunk.bytes - item * prod(chunk.sizes) > FRAME_BYTES:
                 payload = -1
             place = PlacedBytes(chunk.offset, chunk.bytes, payload)
             entries[numbers[chunk.file]].append((number, chunk.offsets, chunk.sizes, place))
@@ -120,36 +115,20 @@ def _units(saved: SavedState) -> list[Unit]:
     return units
 
 
-def _digests(path: Path, done: Callable[[int], None] | None) -> tuple[int, bytes]:
-    """Return the size of a file in bytes, and the digests of its blocks."""
-    digester = BlockDigester()
-    scratch = memoryview(bytearray(_READ_BYTES))
-    with open(open_regular(path), "rb", buffering=0) as file:
-        while count := file.readinto(scratch):
-            digester.update(scratch[:count])
-            if done is not None:
-                done(count)
-    digester.finish()
-    return digester.size_bytes, b"".join(digester.blocks)
-
-
 def placed(manifest: Manifest, folder: Path, final: Path) -> Manifest:
-    """Return the manifest with the sequence and the time that it has among the checkpoints beside `final`."""
-    entries = Catalog(final.parent).scan(abandoned=True) if parse_step(final.name) else []
-    others = [each.manifest for each in entries if each.manifest is not None and not each.abandoned]
-    last = max((each.sequence for each in entries), default=0)
-    sequence, time_seconds = _place(manifest.step, time_to_store((folder / METADATA).stat().st_mtime), others, last)
-    return Manifest.model_validate(dict(manifest) | {"sequence": sequence, "time_seconds": time_seconds})
-
-
-def _place(step: int, time_seconds: float, others: Sequence[Manifest], last: int) -> tuple[int, float]:
-    """Return sequence and time of a checkpoint among others: where its step belongs.
+    """Return the manifest with the sequence and the time that put its step in order among the checkpoints beside
+    `final`.
 
     DCP keeps no order of commits, and copies have new dates. Checkpoints of one sequence are ordered by time, then by
-    step. `last`: the highest sequence, those of abandoned checkpoints included.
+    step.
     """
+    entries = Catalog(final.parent).scan(abandoned=True) if parse_step(final.name) else []
+    others = [each.manifest for each in entries if each.manifest is not None and not each.abandoned]
+    step, time_seconds = manifest.step, time_to_store((folder / METADATA).stat().st_mtime)
+    last = max((each.sequence for each in entries), default=0)  # abandoned checkpoints keep their sequences
     sequence = min((each.sequence for each in others if each.step > step), default=1 + last)
     alike = [each for each in others if each.sequence == sequence]
     earliest = max((each.time_seconds for each in alike if each.step < step), default=0.0)
     latest = min((each.time_seconds for each in alike if each.step > step), default=time_seconds)
-    return sequence, max(earliest, min(time_seconds, latest))
+    time_seconds = max(earliest, min(time_seconds, latest))
+    return Manifest.model_validate(dict(manifest) | {"sequence": sequence, "time_seconds": time_seconds})
