@@ -1,5 +1,10 @@
 """Tables on terminals of any width, and where there is none; sizes and ages."""
 
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 
 from ckptman.cli import console
@@ -54,7 +59,19 @@ def test_colours_take_no_room(monkeypatch):
 
 def test_tables_align_and_end_without_blanks():
     assert table(("n", "what"), [("1", "x"), ("200", "longer")], right="n") == ["  n  what", "  1  x", "200  longer"]
+    assert table(("a", "b"), [(None, 0)]) == ["a  b", "-  0"]
     assert table((), []) == []
+
+
+@dataclass
+class Found:
+    path: Path
+    sizes: tuple[float, ...]
+
+
+def test_results_become_strict_json(capsys):
+    console.say_json({"found": [Found(Path("a/b"), (1.5, math.nan, -math.inf))]})
+    assert json.loads(capsys.readouterr().out) == {"found": [{"path": "a/b", "sizes": [1.5, "NaN", "-Infinity"]}]}
 
 
 @pytest.mark.parametrize(
