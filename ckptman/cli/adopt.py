@@ -33,12 +33,12 @@ def adopt(
     """
     from ckptman.storage.format.foreign import foreign_in, recognize
     from ckptman.storage.format.paths import METADATA
+    from ckptman.tools.adopt.adopt import adopt as adopt_checkpoint
+    from ckptman.tools.adopt.adopt import candidates
 
     wanted = [path]
     is_dcp = (path / METADATA).exists() or any(path.glob("*.distcp"))
     if is_root := path.is_dir() and recognize(path) is None and not is_dcp:
-        from ckptman.tools.adopt.adopt import candidates
-
         # Those that cannot be adopted are refused one by one, each with what to do instead.
         others = [each.path for each in foreign_in(path, os.listdir(path)) if not each.is_dcp]  # noqa: PTH208
         if not (wanted := [*candidates(path), *others]):
@@ -50,7 +50,10 @@ def adopt(
     refused: dict[Path, CkptmanError | OSError] = {}
     for folder in wanted:
         try:
-            adopted.append(_adopt(folder, step, keep_name))
+            # Each file is read twice: to compare its checksums, and for digests.
+            sizes = [each.lstat().st_size for each in folder.glob("*.distcp")] if folder.is_dir() else []
+            with progress(f"adopting {folder.name}", 2 * sum(sizes)) as done:
+                adopted.append(adopt_checkpoint(folder, step, keep_name=keep_name, done=done))
         except (CkptmanError, OSError) as error:
             if not is_root:
                 raise
@@ -67,15 +70,6 @@ def adopt(
     if refused:
         first = next(iter(refused.values()))
         raise typer.Exit(console.exit_code(first))
-
-
-def _adopt(folder: Path, step: int | None, keep_name: bool) -> Adopted:
-    from ckptman.tools.adopt.adopt import adopt as adopt_checkpoint
-
-    # Each file is read twice: to compare its checksums, and for digests.
-    sizes = [each.lstat().st_size for each in folder.glob("*.distcp")] if folder.is_dir() else []
-    with progress(f"adopting {folder.name}", 2 * sum(sizes)) as done:
-        return adopt_checkpoint(folder, step, keep_name=keep_name, done=done)
 
 
 def _lines(folder: Path, found: Adopted) -> list[str]:

@@ -80,8 +80,23 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
 
 
 def _show_foreign(path: Path, as_json: bool) -> None:
-    """Show the tensors and the names of the plain values of a checkpoint without a manifest. Raises: CorruptError."""
-    tensors, values, changed = foreign_tensors(path)
+    """Show the tensors of a checkpoint of plain DCP or torchtitan, the names of its plain values, and its transforms.
+
+    Its description is a pickle, so this needs torch. Raises: CorruptError.
+    """
+    from ckptman.engine.loading.restricted_unpickler import read_foreign_metadata, transforms_in
+    from ckptman.storage.format.paths import METADATA
+
+    tensors, values = [], []
+    metadata = read_foreign_metadata(path / METADATA)
+    described: dict[str, Any] = dict(metadata.state_dict_metadata)
+    for name, each in sorted(described.items()):
+        if hasattr(each, "chunks"):
+            boxes = [(chunk.offsets, chunk.sizes) for chunk in each.chunks]
+            tensors.append(tensor_facts(name, each.size, str(each.properties.dtype).removeprefix("torch."), boxes))
+        else:
+            values.append(name)
+    changed = sorted({*transforms_in(metadata).values()})
     if as_json:
         facts = {"path": path, "manifest": None, "tensors": tensors, "values": values, "transforms": changed}
         console.say_json(facts)
@@ -174,27 +189,6 @@ def _value_lines(values: list[tuple[Unit, Any, Any]]) -> list[str]:
     if not rows:
         return []
     return ["", console.count(len(values), "plain value"), *console.table((), rows, indent=2)]
-
-
-def foreign_tensors(path: Path) -> tuple[list[TensorFacts], list[str], list[str]]:
-    """Return the tensors of what plain DCP or torchtitan wrote, the names of its plain values, and what transformed it.
-
-    Its description is a pickle, so this needs torch. Raises: CorruptError.
-    """
-    from ckptman.engine.loading.restricted_unpickler import read_foreign_metadata, transforms_in
-    from ckptman.storage.format.paths import METADATA
-
-    tensors, values = [], []
-    metadata = read_foreign_metadata(path / METADATA)
-    found: dict[str, Any] = dict(metadata.state_dict_metadata)
-    for name, described in sorted(found.items()):
-        if hasattr(described, "chunks"):
-            dtype = str(described.properties.dtype).removeprefix("torch.")
-            boxes = [(chunk.offsets, chunk.sizes) for chunk in described.chunks]
-            tensors.append(tensor_facts(name, described.size, dtype, boxes))
-        else:
-            values.append(name)
-    return tensors, values, sorted({*transforms_in(metadata).values()})
 
 
 def tensor_facts(name: str, shape: Sequence[int], dtype: str, boxes: Sequence[Box]) -> TensorFacts:
