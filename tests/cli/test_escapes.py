@@ -65,7 +65,7 @@ def replace_unit(folder, unit):
     forge(folder, INDEX, Index(**{**dict(index), "units": [unit]}).to_json())
 
 
-def test_a_warning_and_an_error_of_restore_are_escaped(tmp_path):
+def test_a_warning_of_restore_is_escaped_and_names_the_line_that_called_it(tmp_path):
     state = {"m": {"w": torch.ones(3)}}
     with ckptman.Checkpointer(tmp_path, state, deadline=None) as run:
         run.save(1)
@@ -78,13 +78,7 @@ def test_a_warning_and_an_error_of_restore_are_escaped(tmp_path):
         assert run.restore() == 1
     (told,) = seen
     assert SHOWN in str(told.message)
-    assert told.filename == __file__, "the line that called restore"
-    with (
-        pytest.raises(ckptman.CorruptError) as raised,
-        ckptman.Checkpointer(tmp_path, state, deadline=None) as run,
-    ):
-        run.restore(2)
-    assert SHOWN in str(raised.value)
+    assert told.filename == __file__
 
 
 def test_no_name_forges_a_line_of_its_own(tmp_path, capsys):

@@ -14,7 +14,7 @@ from tests.faults.powercut import Flushes, survive, watched
 from tests.faults.tally import FAILURES, Tally, flaw_of, flaw_of_text, seed_of_commit
 
 SEED = seed_of_commit()
-SHARES = {"disk": 0.05, "ranks": 0.005, "fuzz": 0.004, "user": 0.004, "kill": 0.002, "hostile": 0.003}
+SHARES = {"disk": 0.05, "ranks": 0.005, "fuzz": 0.004, "user": 0.004, "kill": 0.002}
 """Of the other kinds: 0.005."""
 NOTICED = {
     "digests of blocks are not looked at": 0.03,

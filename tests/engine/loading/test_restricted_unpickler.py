@@ -17,6 +17,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
 
 import ckptman
 from ckptman.engine.loading import restricted_unpickler as foreign
@@ -55,32 +58,17 @@ def refused(data, why="was refused"):
         load_plain(io.BytesIO(data), "the value x")
 
 
-ARRAYS = {
-    **{
-        f"{order}{code}": np.arange(12).astype(f"{order}{code}").reshape(3, 4)
-        for code in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "f16", "c8", "c16", "c32")
-        for order in "<>"
-    },
-    "booleans": np.array([[True], [False]]),
-    "columns": np.asfortranarray(np.arange(24.0).reshape(2, 3, 4)),
-    "no dimensions": np.array(2.5),
-    "no elements": np.zeros((0, 3, 2), np.int16),
-    "no elements in columns": np.zeros((2, 0), ">f4", order="F"),
-    "every other": np.arange(10)[::2],
-    "bytes": np.array([b"", b"a\0b", b"\xff" * 9]),
-    "texts": np.array(["", "\u4e2d\U0001f600", "x"]),
-    "texts of the other order": np.array(["ab", "c"]).astype(">U2"),
-    "times": np.array(["2020-01-01T00:00:01", "NaT"], "M8[ns]"),
-    "times in days, of the other order": np.array(["2020-01-01"], ">M8[D]"),
-    "lengths of time": np.array([1, -3], "m8[25us]"),
-    "lengths of no unit": np.array([1, -3], "m8"),
-    "not a number": np.array([np.nan, -0.0, np.inf]),
+DTYPES = (
+    npst.scalar_dtypes()
+    | npst.byte_string_dtypes(max_len=9)
+    | npst.unicode_string_dtypes(max_len=9)
+    | st.sampled_from(["<f16", ">c32", "m8", "m8[25us]"]).map(np.dtype)
+)
+LAYOUTS = {
+    "rows": np.ascontiguousarray,
+    "columns": np.asfortranarray,
+    "every other": lambda array: array[..., ::2] if array.ndim else array,
 }
-SCALARS = [
-    *(np.float64(1.5), np.float16(0.1), np.int8(-3), np.uint64(2**64 - 1), np.complex64(1 - 2j), np.longdouble("0.1")),
-    *(np.True_, np.str_("\u4e2d"), np.str_(""), np.bytes_(b"a\0b"), np.bytes_(b"")),
-    *(np.datetime64("2020-01-01", "ms"), np.datetime64("NaT"), np.timedelta64(7, "25s"), np.timedelta64(3)),
-]
 
 
 def older(container):
@@ -91,27 +79,27 @@ def older(container):
     return container_of(pickled.replace(b"numpy._core", b"numpy.core"))
 
 
-@pytest.mark.parametrize("name", ARRAYS)
-def test_an_array_comes_back_bit_for_bit(name):
-    value = ARRAYS[name]
+@given(npst.arrays(DTYPES, npst.array_shapes(min_dims=0, min_side=0, max_side=4)), st.sampled_from(list(LAYOUTS)))
+def test_an_array_comes_back_bit_for_bit(value, layout):
+    value = LAYOUTS[layout](value)
     kept = pickle.loads(pickle.dumps(value, 2))
     for container in (saved(value), older(saved(value))):
         found = load_plain(io.BytesIO(container), "x")
         assert type(found) is np.ndarray
-        assert found.dtype.str == kept.dtype.str
-        assert (found == value).all() or value.dtype.kind in "fM"
-        assert found.shape == value.shape
+        assert (found.dtype.str, found.shape) == (kept.dtype.str, kept.shape)
         assert found.strides == kept.strides or not value.size
         assert found.tobytes("A") == kept.tobytes("A")
         assert found.flags.writeable
         assert found.flags.owndata
 
 
-@pytest.mark.parametrize("value", SCALARS, ids=repr)
-def test_a_number_of_numpy_comes_back_bit_for_bit(value):
+@given(npst.arrays(DTYPES, ()))
+def test_a_number_of_numpy_comes_back_bit_for_bit(array):
+    value = array[()]
+    kept = pickle.loads(pickle.dumps(value, 2))
     for container in (saved(value), older(saved(value))):
         found = load_plain(io.BytesIO(container), "x")
-        assert (type(found), found.dtype, found.tobytes()) == (type(value), value.dtype, value.tobytes())
+        assert (type(found), found.dtype, found.tobytes()) == (type(value), kept.dtype, kept.tobytes())
 
 
 def test_values_of_numpy_are_found_wherever_they_are():
