@@ -147,7 +147,7 @@ class Checkpointer:
             copy does not fit into host memory, saves block, and a warning says so.
         run_id: Name of the run in manifests and journal. None: that of the newest checkpoint in `root`, or a new one.
 
-    Other Args:
+    Other Parameters:
         save_on_stop: Save and leave when a signal asks to stop, and before the deadline, whatever the policy says.
             False: only if the policy has `OnStop()` or `BeforeDeadline()`.
         on_full: What to do if the disk is full. "fail": the save fails. "prune": delete at once what `retention` would

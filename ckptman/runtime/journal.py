@@ -171,7 +171,7 @@ def events_of(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the events of the run of a root, oldest first; [] if no run was started in it. Raises: OSError."""
     try:
         return read_journal(journal_path(Path(root)))[0]
-    except NotFoundError:
+    except (NotFoundError, NotADirectoryError):
         return []
 
 
