@@ -431,7 +431,7 @@ class Checkpointer:
                 "of this run, restore() accepts what differs with missing= and unexpected="
             )
         try:
-            if self._saver.has_saved:  # one may still be written, and be what is to be loaded
+            if self._saver.has_saved:  # it may still be in progress, and be the one to load
                 self._wait()
         except CommitError as error:
             warn(str(error))

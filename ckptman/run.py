@@ -184,7 +184,7 @@ class Run:
             return not (entry.nonfinite_reason or entry.step in suspects or entry.record().damaged)
 
         choice = choose(reversed(self._counting(until=will_do)), suspects)
-        return next((_checkpoint(entry) for entry in [*choice.tried, *choice.suspects]), None)
+        return _checkpoint(choice.best) if choice.best is not None else None
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> Checkpoint | None:
         """Return the checkpoint that counts with the lowest value of a metric, or the highest.

@@ -236,7 +236,7 @@ def _foreign_lines(others: Sequence[ForeignCheckpoint]) -> list[str]:
 
 
 def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:
-    """A checkpoint for programs. Without a readable manifest, only where it is and why it does not count."""
+    """Describe a checkpoint for --json. Without a readable manifest: only its path, and why it is not valid."""
     facts: dict[str, Any] = {}
     if entry.manifest is not None:
         facts = {"bytes": entry.manifest.total_bytes}

@@ -125,8 +125,8 @@ def _as_restored(newest: Entry, entries: list[Entry], suspects: Mapping[int, str
     from ckptman.policies.restore_choice import choose
 
     choice = choose(reversed(entries), suspects)
-    taken = next(iter([*choice.tried, *choice.suspects]), newest)
-    if not newest.complete or taken is newest:
+    taken = choice.best
+    if not newest.complete or taken is None or taken is newest:
         return newest
     why = (
         f"not finite ({plain(newest.nonfinite_reason)})" if choice.nonfinite else f"a suspect: {suspects[newest.step]}"

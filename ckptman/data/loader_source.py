@@ -113,7 +113,7 @@ def _import(where: str) -> ModuleType:
             if not is_file and f"{where}.".startswith(f"{error.name}."):
                 hint = _nearest(where, [each.stem for each in Path().glob("*.py")]) or "give its path with .py"
                 raise ConfigError(f"there is no module {where} in this folder or this Python: {hint}") from None
-            remedy = f"install {error.name}, or start the probe where it is"
+            remedy = f"install {error.name}, or run the probe in an environment that has it"
         elif "relative import" in str(error):
             remedy = "it is part of a package: name it as package.module:function, from the folder of the package"
         raise CkptmanError(f"{where} cannot be imported: {describe(error)}; {remedy}") from None
@@ -137,7 +137,7 @@ def _nearest(name: str, there: list[str]) -> str | None:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error of somebody else's code in one line, with the place where it was raised, even in a worker."""
+    """Return an error of the user's code in one line, with the file and line that raised it, even in a worker."""
     text = str(error)
     if "Original Traceback" in text:  # of a worker, as torch raises it again
         what = next(line for line in reversed(text.splitlines()) if line.strip())

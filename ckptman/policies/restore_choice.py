@@ -45,6 +45,11 @@ class Choice(Generic[AnyCandidate]):
         return [*self.tried, *self.last_resort]
 
     @property
+    def best(self) -> AnyCandidate | None:
+        """The checkpoint that a restore takes; if all are suspects, the newest of them, which it refuses."""
+        return next(iter([*self.tried, *self.suspects]), None)
+
+    @property
     def only_suspects(self) -> bool:
         return not self.tried and bool(self.suspects)
 

@@ -9,6 +9,7 @@ import torch
 
 import ckptman
 from ckptman.errors import ConfigError
+from ckptman.policies.save_policies import Decision
 
 
 def small_state():
@@ -185,3 +186,26 @@ def test_what_cannot_be_saved_keeps_no_run_from_stopping_where_nothing_is_to_be_
             step += 1
             checkpointer.step(step)
     assert (checkpointer.exit_code, ckptman.Run(tmp_path).checkpoints) == (75, [])
+
+
+class Leaving(ckptman.SavePolicy):
+    """Saves at step 2, and leaves."""
+
+    def decide(self, facts):
+        return Decision("before the deadline", stop=True) if facts.step == 2 else None
+
+
+def test_a_channel_lost_in_the_last_wait_takes_no_last_save(tmp_path, monkeypatch):
+    with ckptman.Checkpointer(tmp_path, small_state(), save_policy=Leaving(), save_on_stop=False) as checkpointer:
+        checkpointer.step(1)
+        saver = checkpointer._saver
+        before, wait = saver.channel, saver.wait
+
+        def lose():
+            before.lost = True  # as by a save in the background that ends meanwhile
+            return wait()
+
+        monkeypatch.setattr(saver, "wait", lose)
+        checkpointer.step(2)
+        assert saver.channel is not before
+    assert [each.step for each in ckptman.Run(tmp_path).checkpoints] == [2]

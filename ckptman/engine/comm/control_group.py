@@ -82,10 +82,10 @@ class Contribution(NamedTuple):
     """What a rank brings to `Channel.agree`."""
 
     value: Any = None
-    """Sent to the others only if it is not the same on every rank. Its `repr` is compared, or that of `key`."""
+    """Gathered only if it differs between ranks. Its `repr` is compared, or that of `key` if there is one."""
     key: Any = None
     maxima: tuple[int, ...] = ()
-    """Integers of which every rank gets the highest."""
+    """Integers; every rank gets the maxima over all ranks."""
     told: Any = None
     """What the leader tells the others."""
 
@@ -101,12 +101,12 @@ class Agreement(NamedTuple):
 
 _FAILED, _TOLD_BYTES = 0, 1
 _DIGESTS, _NEGATED, _MAXIMA, _TOLD = slice(2, 6), slice(6, 10), slice(10, 18), slice(18, 138)
-"""Where in the words of a meeting the digests of verb and value are, both signs of each, so that their lowest and
-highest come back; the maxima; and what the leader tells."""
+"""Layout of the words of a meeting: digests of verb and value, the same negated (the maximum of both gives highest and
+lowest), the maxima, and what the leader tells."""
 _WORDS = 138
 _LOWEST = -(2**63)
 _SENT_APART = 2**31
-"""Stands for the length of what the leader tells where that takes a broadcast of its own."""
+"""In place of the length: what the leader tells is too long, and follows in a broadcast."""
 
 
 def refuse_other_calls(verbs: Sequence[str]) -> None:
@@ -294,8 +294,8 @@ class Channel:
 
 
 class Meeting:
-    """The all-reduce behind `Channel.agree`. It can be in flight while a rank does something else; all ranks that are
-    at different calls meet in it, and are told so."""
+    """The all-reduce behind `Channel.agree`, which can be in flight while training continues. All meetings have one
+    size, so ranks that are in different calls meet too, and the error names the calls."""
 
     def __init__(self, channel: Channel, verb: str) -> None:
         self._channel, self._verb = channel, verb

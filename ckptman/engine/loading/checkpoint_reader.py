@@ -260,7 +260,7 @@ class SavedState:
             metadata.storage_data[MetadataIndex(name)] = StorageInfo(at.file, at.offset, at.bytes)
         paths = dict(paths_in(self.values, (TensorRef, Lazy)))
         if self.manifest is not None and not described.keys() <= paths.keys():
-            # What has no plain form is no part of the values; torch's own description knows where it is in the state.
+            # Only .metadata says where in the state an object is that has no plain form.
             paths = dict(self.written_metadata().planner_data or {})
         metadata.planner_data = {name: paths.get(name, (name,)) for name in described}
         return metadata
