@@ -180,7 +180,7 @@ def open_memory(training: Training, root: Path) -> Iterator[Save]:
             assert checkpointer._memory is not None
             saves = checkpointer._memory.saves
             assert not saves.off, saves.off
-            checkpointer._save(step, None, "measured", to_disk=False, to_memory=True)
+            checkpointer.step(step)
             return saves.wait
 
         yield save

@@ -168,13 +168,13 @@ def save_both(folder, mutant):
     apply(mutant)
     with quiet():
         state = _blank()
-        run = open_with_memory(folder, state)
+        run = open_with_memory(folder, state, every=1)
         run.restore()
         _fill(state, OLD)
         run.save(OLD)
         run.wait()
         _fill(state, NEW)
-        run._save(NEW, None, "asked for", to_disk=False, to_memory=True)
+        run.step(NEW)
         assert run._memory is not None
         run._memory.saves.wait()
 
