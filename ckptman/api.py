@@ -27,7 +27,6 @@ from ckptman.run import at_newest, meant_by
 from ckptman.storage.catalog.reader_lease import held, refuse_gone
 from ckptman.storage.format.manifest import Replicas
 from ckptman.storage.format.paths import step_number
-from ckptman.storage.io.durable_files import DISK
 
 TIMEOUT_SECONDS = 1800.0
 _COMPARED: dict[int, Replicas | None] = {}
@@ -79,7 +78,7 @@ def save(
                 warn_only(text)
         draft.info = replace(draft.info, replicas=_COMPARED[signature_of(shot)])
         _warn_of_refused(shot, file)
-        CheckpointWriter(DISK).save(channel, draft, Content.of(shot, file, file.memory(shot)))
+        CheckpointWriter().save(channel, draft, Content.of(shot, file, file.memory(shot)))
     except RankFailed as failed:
         if failed.failure.error is not None:
             raise failed.failure.error from failed.failure.error.__cause__

@@ -80,7 +80,6 @@ from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import RankWatchdog, Setting
 from ckptman.storage.catalog.backends.tiered import backend_for
 from ckptman.storage.format.paths import MAX_STEP, step_number
-from ckptman.storage.io.durable_files import DISK
 
 _REGULAR = (None, EXIT_OK, EXIT_AGAIN)
 _Decisions = tuple[Decision | None, Decision | None]
@@ -238,7 +237,7 @@ class Checkpointer:
         with starting, contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever happens
             self._watchdog = RankWatchdog(watchdog, self._control, root)
             undone.callback(self._watchdog.close)
-            self._backend = backend_for(root, tiers, DISK)
+            self._backend = backend_for(root, tiers)
             self._session = RunSession.open(self._control, self._backend, run_id, total_step_number(total_steps))
             undone.callback(self._session.release)
             self._listening = undone.enter_context(contextlib.ExitStack())

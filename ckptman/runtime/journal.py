@@ -22,7 +22,7 @@ from typing import Any
 from ckptman.errors import NotFoundError, masked
 from ckptman.policies.crash_loop import crashes_of, suspects
 from ckptman.storage.format.paths import journal_path
-from ckptman.storage.io.durable_files import DISK, Disk, give_to_owner_of, open_new
+from ckptman.storage.io.durable_files import DISK, give_to_owner_of, open_new
 from ckptman.storage.io.safe_open import read_end
 
 ROTATE_BYTES = 24 * 1024 * 1024
@@ -49,12 +49,11 @@ class Journal:
         self,
         path: str | os.PathLike[str],
         clock: Callable[[], float] = time.time,
-        disk: Disk = DISK,
         tell: Callable[[str, Mapping[str, Any]], None] | None = None,
     ) -> None:
         self._fd: int | None = None  # first: `__del__` reads it, also of a Journal whose path is refused
         self.path = Path(path)
-        self._clock, self._disk = clock, disk
+        self._clock = clock
         self.listeners = [tell] if tell is not None else []
         self._lock = threading.Lock()
         self._torn = False
@@ -89,7 +88,7 @@ class Journal:
         try:
             found = os.lstat(self.path)
             if stat.S_ISREG(found.st_mode) and found.st_size > ROTATE_BYTES:
-                self._disk.rename(self.path, previous_path(self.path))
+                DISK.rename(self.path, previous_path(self.path))
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -117,11 +116,11 @@ class Journal:
         if self._torn:
             raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written")
         if sync:
-            self._disk.sync_file(fd)
+            DISK.sync_file(fd)
 
     def _open(self) -> int:
         if self._fd is None:
-            self._disk.make_folder_if_missing(self.path.parent)
+            DISK.make_folder_if_missing(self.path.parent)
             # Not through a link, and not to a pipe: nobody may have us write to what is none of ours, or wait.
             fd = open_new(self.path, _OPEN | os.O_RDWR | os.O_APPEND)
             found = os.fstat(fd)

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from ckptman.errors import ConfigError, CorruptError, masked
 from ckptman.storage.format.paths import DOT, outcome_path
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
 
 OUTCOME_ENV = "CKPTMAN_OUTCOME"
@@ -64,16 +64,16 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def write_outcome(path: Path, outcome: Outcome, disk: Disk = DISK) -> None:
+def write_outcome(path: Path, outcome: Outcome) -> None:
     """Put the outcome at `path`, durably and atomically. Called by the leader. Raises: OSError.
 
     What looks like a secret in its reason, which may be the text of any error, is masked: others may read this.
     """
     outcome = replace(outcome, reason=masked(outcome.reason))
     # A chain's, or in a root whose mount may be away.
-    (disk.make_folder_if_missing if path.parent.name == DOT else disk.make_folders)(path.parent)
+    (DISK.make_folder_if_missing if path.parent.name == DOT else DISK.make_folders)(path.parent)
     said = {**asdict(outcome), "reason": outcome.reason[:_MOST_REASON]}
-    disk.replace_file(path, json.dumps(said, indent=1).encode() + b"\n")
+    DISK.replace_file(path, json.dumps(said, indent=1).encode() + b"\n")
 
 
 def read_outcome(path: Path) -> Outcome | None:
@@ -124,14 +124,14 @@ def attempt_number(environ: Mapping[str, str]) -> int:
     return 1
 
 
-def report_node(node: str, reason: str, environ: Mapping[str, str], disk: Disk = DISK) -> None:
+def report_node(node: str, reason: str, environ: Mapping[str, str]) -> None:
     """Tell the chain that a node is bad, and why. Nothing where there is no chain. Raises: OSError.
 
     A batch script can do so too: `echo "why" > "$CKPTMAN_OUTCOME.node-$SLURMD_NODENAME"`. Any rank may call it.
     """
     asked_for = environ.get(OUTCOME_ENV)
     if asked_for and _NODE.fullmatch(node):
-        disk.replace_file(Path(f"{asked_for}{_BESIDE}{node}"), reason[:_LONGEST_REASON].encode())
+        DISK.replace_file(Path(f"{asked_for}{_BESIDE}{node}"), reason[:_LONGEST_REASON].encode())
 
 
 def reported_nodes(outcome: Path) -> dict[str, str]:

@@ -15,6 +15,7 @@ from ckptman.errors import ConfigError, CorruptError
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.storage.catalog.backends.node_memory import InMemory, NodeMemory, Part, found_in
 from ckptman.storage.format.paths import MANIFEST, blocks_name, rank_of
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.writer_process import shared_memory
 
 
@@ -94,7 +95,7 @@ class MemoryRestore:
         def name() -> None:
             for transfers in rounds if self._is_first else ():
                 if (taken := transfers.get(self._mine)) is not None:
-                    self._node.disk.rename(folder / f"{taken[1]}.part", folder / taken[1])
+                    DISK.rename(folder / f"{taken[1]}.part", folder / taken[1])
 
         self._control.run_on_all(name)
 
@@ -135,7 +136,7 @@ class MemoryRestore:
             source, name = self._rank_of[takes[0]], takes[1]
             size = found.manifest.files[name].bytes
             try:
-                self._node.disk.remove_file(folder / f"{name}.part")
+                DISK.remove_file(folder / f"{name}.part")
                 memory, _ = shared_memory(size, folder / f"{name}.part")
                 received = torch.frombuffer(memory, dtype=torch.uint8)
             except Exception as failed:  # noqa: BLE001

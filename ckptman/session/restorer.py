@@ -268,7 +268,7 @@ class Restorer:
 
         def fetch() -> None:
             source, may_replace = place.source_of(entry)
-            root, options = LocalBackend(place.root, place.disk), CopyOptions(meter=meter, overwrite=may_replace)
+            root, options = LocalBackend(place.root), CopyOptions(meter=meter, overwrite=may_replace)
             copy_checkpoint(entry, root, options, source=source)
 
         with Worker("ckptman-fetch") as pool:

@@ -59,7 +59,7 @@ from ckptman.storage.catalog.tiers import claim_tiers, write_tiers
 from ckptman.storage.catalog.writer_lock import Claim, claim, device_of
 from ckptman.storage.format.foreign import foreign_in
 from ckptman.storage.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
-from ckptman.storage.io.durable_files import Disk, folder_mode
+from ckptman.storage.io.durable_files import folder_mode
 from ckptman.storage.io.failure_cause import FULL, cause_of, is_broken_device
 
 
@@ -304,7 +304,6 @@ class RunSession:
 
 
 def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_steps: int | None) -> RunSession:
-    disk = backend.disk
     _check_privacy()
     backend.make()
     device = device_of(backend.root)
@@ -319,10 +318,10 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
     if not given:
         _warn_of_copy(backend.root, run_id)
     job_id = os.environ.get("SLURM_JOB_ID")
-    held = _claim(backend.root, run_id, job_id, disk, device)
+    held = _claim(backend.root, run_id, job_id, device)
     try:
         # What killed saves left may be what fills the disk, so it goes before the first save and not after it.
-        _clear_leftovers(backend.root, held.next_tag(), disk)
+        _clear_leftovers(backend.root, held.next_tag())
         # Looked at again: until the claim was ours, another run may have saved.
         finds = bool(entries or backend.list(abandoned=True, until=any_will_do))
         events = events_of(backend.root)
@@ -330,11 +329,11 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
         highest = highest_attempt(backend.root, [each.attempt for each in entries])
         number = max(highest + 1, attempt_number(os.environ))
         session = RunSession(backend.root, number, run_id, job_id, finds, saves, held)
-        session.journal = Journal(journal_path(backend.root), disk=disk, tell=tell_event)
+        session.journal = Journal(journal_path(backend.root), tell=tell_event)
         session.journal.rotate()
-        claim_tiers(backend.root, backend.tiers, run_id, backend.run_ids, disk)
+        claim_tiers(backend.root, backend.tiers, run_id, backend.run_ids)
         if backend.tiers:
-            write_tiers(backend.root, backend.tiers, disk)
+            write_tiers(backend.root, backend.tiers)
             session.drainer = Drainer(backend.root.absolute(), session.journal)
         facts = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}
         told = {"launch": launch_of(os.environ), "chain": os.environ.get(CHAIN_ENV), "total_steps": total_steps}
@@ -394,20 +393,20 @@ def _check_privacy() -> None:
         raise ConfigError(error.strerror or str(error)) from None
 
 
-def _claim(root: Path, run_id: str, job_id: str | None, disk: Disk, device: int) -> Claim:
+def _claim(root: Path, run_id: str, job_id: str | None, device: int) -> Claim:
     """`device`: that of the root when it was listed."""
     try:
-        return claim(root, run_id, job_id, disk=disk, device=device)
+        return claim(root, run_id, job_id, device=device)
     except RootError as error:
         if error.errno not in FULL:
             raise
-        _clear_leftovers(root, f"full-{os.urandom(4).hex()}", disk)
-        return claim(root, run_id, job_id, disk=disk, device=device)
+        _clear_leftovers(root, f"full-{os.urandom(4).hex()}")
+        return claim(root, run_id, job_id, device=device)
 
 
-def _clear_leftovers(root: Path, tag: str, disk: Disk) -> None:
+def _clear_leftovers(root: Path, tag: str) -> None:
     try:
-        execute(root, PrunePlan([], {}, find_leftovers(root), []), tag, disk)
+        execute(root, PrunePlan([], {}, find_leftovers(root), []), tag)
     except OSError as error:
         warn(f"leftovers in {root} could not be removed: {error}")
 

@@ -23,7 +23,6 @@ from ckptman.storage.catalog.reader_lease import lease
 from ckptman.storage.catalog.root_checks import check_is_folder, check_is_root
 from ckptman.storage.catalog.stored_policy import read_policy
 from ckptman.storage.catalog.verified import read_verified
-from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.throttled_delete import ThrottledDelete
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[float], None] | None]]
@@ -152,7 +151,7 @@ def carry_out(
     progress: Progress = lambda what, total: nullcontext(),
 ) -> RootError | None:
     """Delete, and note in `pruned` what is gone. Returns what could not be removed."""
-    remove = None if files_per_second is None else ThrottledDelete(DISK, files_per_second)
+    remove = None if files_per_second is None else ThrottledDelete(files_per_second)
     try:
         with lease(root, [], what="prune") as nonce, progress(f"pruning {root}", plan.freed_bytes) as done:
             tag = nonce or f"cli{os.urandom(4).hex()}"
@@ -184,7 +183,7 @@ def pin(path: str | os.PathLike[str], why: str) -> None:
     if note is not None and note.damaged:  # no rule deletes it, but whoever pins it counts on it
         raise CorruptError(f"{entry.path} is damaged ({note.damaged}): pin another step")
     try:
-        pins.pin(entry.path, why, by=pins.user_at_host(), time_seconds=time.time(), disk=DISK)
+        pins.pin(entry.path, why, by=pins.user_at_host(), time_seconds=time.time())
     except OSError as error:
         raise _refused(entry, error, "pinned") from error
 
@@ -202,7 +201,7 @@ def unpin(path: str | os.PathLike[str]) -> bool:
     """
     entry = entry_at(path)
     try:
-        return pins.unpin(entry.path, DISK)
+        return pins.unpin(entry.path)
     except OSError as error:
         raise _refused(entry, error, "unpinned") from error
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Literal, TypeVar
-from unittest import mock
 from unittest.mock import patch
 
 import numpy as np
@@ -29,13 +27,16 @@ from tests.helpers.checkpoints import blocks_of, index_files
 T = TypeVar("T")
 When = Literal["before", "midway", "after"]
 WHEN = ("before", "midway", "after")
+OPERATIONS = [name for name in vars(Disk) if not name.startswith("_")]
 
 
 @contextmanager
-def saving_to(disk):
-    """Have each Checkpointer and StorageWriter that is made inside save to this disk."""
-    with mock.patch("ckptman.checkpointer.DISK", disk), mock.patch("ckptman.engine.dcp.storage.DISK", disk):
-        yield
+def on_disk(disk):
+    """Have the package do its file operations through this disk, in all threads, while the block lasts."""
+    with ExitStack() as swapped:
+        for name in OPERATIONS:
+            swapped.enter_context(patch.object(DISK, name, getattr(disk, name)))
+        yield disk
 
 
 class Death(BaseException):
@@ -157,15 +158,9 @@ def drawn(cases, count):
     return [cases[at] for at in sorted(random.Random(seed).sample(range(len(cases)), min(count, len(cases))))]
 
 
-def on_disk(disk, function, *arguments, **options):
-    """Call a function of the package with another file layer in the place of that of its module."""
-    with patch.object(sys.modules[function.__module__], "DISK", disk):
-        return function(*arguments, **options)
-
-
-def save(root, step, content=b"", disk=DISK, tag=None):
-    """Save a checkpoint of one tensor in two files through a place on `disk`, as ranks and leader do it together."""
-    place = LocalBackend(root, disk)
+def save(root, step, content=b"", tag=None):
+    """Save a checkpoint of one tensor in two files, as ranks and leader do it together."""
+    place = LocalBackend(root)
     place.make()
     draft = Path(place.begin(step_folder(step), tag or new_nonce()))
     files = {}
@@ -176,7 +171,7 @@ def save(root, step, content=b"", disk=DISK, tag=None):
         parts.append({1: np.array([[0, 0, 32, 0, rank * 8, 8]])})
     files |= index_files([("weight", "float32", (16,))], parts)
     for name, data in files.items():
-        disk.write_file(draft / name, data)
+        DISK.write_file(draft / name, data)
     return place.commit(str(draft), manifest_of(root, step, files))
 
 

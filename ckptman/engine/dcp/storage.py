@@ -48,7 +48,6 @@ from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.reader_lease import refuse_gone
 from ckptman.storage.format.chunk_table import pack
 from ckptman.storage.format.paths import METADATA, data_name, step_number
-from ckptman.storage.io.durable_files import DISK
 
 _RESULT = "ckptman.result"
 """The name under which the result of a rank travels to the leader among DCP's write results."""
@@ -80,7 +79,7 @@ class StorageWriter(FileSystemWriter):
         overwrite: bool = False,
     ) -> None:
         super().__init__(path, sync_files=False, overwrite=True)
-        self._overwriting, self._disk = overwrite, DISK
+        self._overwriting = overwrite
         self._step_of_path = Path(path), None if step is None else step_number(step)
         self._begin_draft(Path(path))
 
@@ -92,7 +91,7 @@ class StorageWriter(FileSystemWriter):
     def _begin_draft(self, final: Path) -> None:
         path, step = self._step_of_path
         info = SaveInfo.for_path(final, "saved by dcp.save", step if final == path else None)
-        backend = LocalBackend(final.parent.absolute(), self._disk)
+        backend = LocalBackend(final.parent.absolute())
         self._draft = Draft(final, info, overwrite=self._overwriting, backend=backend)
         # DCP tells nobody that another rank has failed: the draft goes when the leader's writer is used again, or goes.
         self._abandon = weakref.finalize(self, _abandon, self._draft, os.getpid())
@@ -130,7 +129,7 @@ class StorageWriter(FileSystemWriter):
                 )
             snapshot = _snapshot_behind(planner)
             image, placed = _lay_out(plan, planner, {name for unit in snapshot.units for name in unit.names})
-            result, _ = write_rank_files(Path(assignment.draft), assignment.rank, image, (), self._disk)
+            result, _ = write_rank_files(Path(assignment.draft), assignment.rank, image, ())
             result.own_tensors, result.rows = _describe(placed)
             result.objects = {item.index.fqn: (at.offset, at.bytes) for item, at in placed if _is_object(item)}
             result.units = _units(snapshot, placed, with_bare_units=assignment.rank == 0)
@@ -153,13 +152,13 @@ class StorageWriter(FileSystemWriter):
             metadata.storage_meta = StorageMeta(checkpoint_id=str(self._draft.final), save_id=self.save_id)
             metadata.version = "1.0.0"
             try:
-                files = IndexWriter(self._disk).write_index(self._draft.folder, (), saved)
+                files = IndexWriter().write_index(self._draft.folder, (), saved)
             except ValueError as error:
                 raise ConfigError(
                     f"{error}. A checkpoint holds whole tensors: let all ranks that hold parts of them save it "
                     f"together (without no_dist, in a process group of them all)"
                 ) from error
-            files |= write_small(self._draft.folder, {METADATA: pickle.dumps(metadata)}, self._disk)
+            files |= write_small(self._draft.folder, {METADATA: pickle.dumps(metadata)})
             self._draft.commit(files, len(results))
 
     @contextmanager

@@ -42,7 +42,7 @@ from ckptman.storage.format.index import Index, Location
 from ckptman.storage.format.manifest import FileRecord
 from ckptman.storage.format.paths import CHUNKS, INDEX, METADATA, data_name
 from ckptman.storage.io.checksums import BlockDigester, digest_bytes
-from ckptman.storage.io.durable_files import Disk, open_new
+from ckptman.storage.io.durable_files import DISK, open_new
 
 VERSION = "1.0.0"
 """The version that plain DCP writes into its metadata."""
@@ -87,8 +87,7 @@ class RankResult:
 class IndexWriter:
     """Leader only: describes what all ranks wrote. Keeps what does not change from save to save."""
 
-    def __init__(self, disk: Disk) -> None:
-        self._disk = disk
+    def __init__(self) -> None:
         self._rows: dict[int, Rows] = {}
         self._tensors: list[Described] = []
         self._records: dict[str, TensorRecord] = {}
@@ -118,7 +117,7 @@ class IndexWriter:
         units = [unit for each in results for unit in each.units]
         files = {name: record for each in results for name, record in each.files.items()}
         chunks = self._table.astype("<i8").tobytes()
-        return files | write_small(folder, {CHUNKS: chunks, INDEX: index.to_json(units)}, self._disk)
+        return files | write_small(folder, {CHUNKS: chunks, INDEX: index.to_json(units)})
 
     def write_metadata(
         self, folder: Path, results: Sequence[RankResult], paths: Mapping[str, tuple[str | int, ...]], final: Path
@@ -138,14 +137,14 @@ class IndexWriter:
                 str(uuid.uuid4()),
             )
             file.flush()
-            self._disk.sync_file(file.fileno())
+            DISK.sync_file(file.fileno())
         return out.record()
 
 
-def write_small(folder: Path, files: Mapping[str, bytes], disk: Disk) -> dict[str, FileRecord]:
+def write_small(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileRecord]:
     """Write files of these names, durably, and return their records. Raises: OSError."""
     for name, data in files.items():
-        disk.write_file(folder / name, data)
+        DISK.write_file(folder / name, data)
     return {name: FileRecord(bytes=len(data), digest=digest_bytes(data)) for name, data in files.items()}
 
 

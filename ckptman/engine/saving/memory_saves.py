@@ -73,7 +73,7 @@ class MemorySaves:
         self._is_first = [place.node for place in places].index(places[channel.rank].node) == channel.rank
         self._neighbours = [rank for rank, place in enumerate(places) if place.node == places[channel.rank].node]
         self._receivers = receivers(places, tier.copies)
-        self._exchange = PartExchange(channel, node.slots, self._receivers, DISK, durable=not in_memory)
+        self._exchange = PartExchange(channel, node.slots, self._receivers, durable=not in_memory)
         # What is not finite is for the save to disk to refuse.
         self._writer = _MemoryWriter(node, self._is_first, "keep" if nonfinite == "refuse" else nonfinite)
         self._worker = Worker("ckptman-memory")
@@ -347,7 +347,7 @@ class _MemoryWriter(CheckpointWriter):
     """Writes the small files of a checkpoint, and takes data files from where they are staged."""
 
     def __init__(self, node: NodeMemory, is_first: bool, nonfinite: OnNonfinite) -> None:
-        super().__init__(DISK, nonfinite)
+        super().__init__(nonfinite)
         self._node, self._is_first = node, is_first
 
     def save(self, channel: Channel, draft: Draft, content: Content | Exception) -> Committed:

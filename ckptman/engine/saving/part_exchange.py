@@ -19,7 +19,7 @@ from ckptman.errors import CorruptError
 from ckptman.storage.format.manifest import Manifest
 from ckptman.storage.format.paths import blocks_name, data_name, new_nonce
 from ckptman.storage.io.checksums import BLOCK_BYTES, DIGEST_BYTES, digests_bytes
-from ckptman.storage.io.durable_files import Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.writer_process import shared_memory
 
 PIECE_BYTES = 16 * 1024 * 1024
@@ -69,10 +69,10 @@ class PartExchange:
     """
 
     def __init__(
-        self, channel: Channel, slots: Path, receivers: Sequence[Sequence[int]], disk: Disk, *, durable: bool = False
+        self, channel: Channel, slots: Path, receivers: Sequence[Sequence[int]], *, durable: bool = False
     ) -> None:
         self._durable = durable
-        self._channel, self._slots, self._disk = channel, slots, disk
+        self._channel, self._slots = channel, slots
         self._to = tuple(receivers[channel.rank])
         self._from = tuple(rank for rank, peers in enumerate(receivers) if channel.rank in peers)
         self._files: list[_Kept] = []
@@ -143,10 +143,10 @@ class PartExchange:
             raise CorruptError(f"the part of rank {wrong[0]} arrived with other bytes than it was sent with")
         for rank, file in kept.items():
             if parts.sizes[rank]:
-                self._disk.write_file(folder / blocks_name(rank), file.digests.numpy().tobytes())
+                DISK.write_file(folder / blocks_name(rank), file.digests.numpy().tobytes())
                 if self._durable:
-                    self._disk.sync_file(file.fd)
-                self._disk.link(file.path, folder / data_name(rank))
+                    DISK.sync_file(file.fd)
+                DISK.link(file.path, folder / data_name(rank))
 
     def keep_only(self, step: int | None) -> None:
         """Give up what was received of other checkpoints than that of `step`: their folders are gone."""
@@ -162,7 +162,7 @@ class PartExchange:
         """Give up the memory. Its names are gone with the folder, or are part of a checkpoint."""
         for file in self._files:
             with contextlib.suppress(OSError):
-                self._disk.remove_file(file.path)
+                DISK.remove_file(file.path)
         self._files = []
         self._slots_mapped = {}
 
@@ -181,7 +181,7 @@ class PartExchange:
         file = next((each for each in self._files if each.step is None and len(each.data) == size_bytes), None)
         if file is None:
             for each in [each for each in self._files if each.step is None]:
-                self._disk.remove_file(each.path)
+                DISK.remove_file(each.path)
                 self._files.remove(each)
             file = _Kept(self._slots, size_bytes)
             self._files.append(file)

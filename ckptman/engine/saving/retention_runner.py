@@ -20,7 +20,7 @@ from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.prune import Pruned, execute, plan_prune
 from ckptman.storage.catalog.stored_policy import write_policy
 from ckptman.storage.catalog.writer_lock import Claim
-from ckptman.storage.io.durable_files import Disk, remove_by_file
+from ckptman.storage.io.durable_files import DISK, remove_by_file
 from ckptman.storage.io.threads import Flag, Wakeup
 
 OnFull = Literal["fail", "prune"]
@@ -47,19 +47,19 @@ class RetentionRunner:
     ) -> None:
         self._root, self._policy, self._on_full = backend.root, policy, on_full
         self._catalogue = backend.catalogue
-        self._claim, self._journal, self._disk = claim, journal, backend.disk
+        self._claim, self._journal = claim, journal
         self._needs_capacity = needs_capacity(policy)
         self.damaged: set[int] = set()
         """Commit sequences of the checkpoints that a restore has refused: they do not count."""
         self._has_saved = False
-        self._remover = Remover(backend.disk, lambda path, error: self._failed(f"{path}: {error}"))
+        self._remover = Remover(lambda path, error: self._failed(f"{path}: {error}"))
         self._warned = False
         self._newest_bytes = 0
         self._is_nearly_full = False
         if claim is None:
             return
         try:
-            write_policy(self._root, policy, self._disk)  # so that `ckptman prune` can go by the same rules
+            write_policy(self._root, policy)  # so that `ckptman prune` can go by the same rules
         except OSError as error:
             warn_only(f"the retention policy could not be stored, and ckptman prune will need options: {error}")
 
@@ -101,7 +101,7 @@ class RetentionRunner:
         steps, freed_bytes = list[int](), 0
         if self._on_full == "prune":
             coming = Record(info.step, 0, time.time(), self._newest_bytes, dict(info.metrics or {}))
-            pruned, steps = self._carry_out(self._disk.remove_tree, coming)
+            pruned, steps = self._carry_out(DISK.remove_tree, coming)
             freed_bytes = pruned.freed_bytes
         self._note("disk_full", step=info.step, cause=cause, pruned_steps=steps, freed_bytes=freed_bytes)
         if self._on_full == "prune":
@@ -146,7 +146,7 @@ class RetentionRunner:
         plan.leftovers[:] = [each for each in plan.leftovers if each.path not in pending]
         pruned = Pruned()
         try:
-            execute(self._root, plan, self._claim.next_tag(), self._disk, remove=remove, pruned=pruned, later=True)
+            execute(self._root, plan, self._claim.next_tag(), remove=remove, pruned=pruned, later=True)
         except Exception as error:  # noqa: BLE001 what else went is room for the save that needs it
             self._failed(f"{type(error).__name__}: {error}")
         gone = [verdict for verdict in plan.deletions if verdict.record.sequence in pruned.deleted]
@@ -186,9 +186,9 @@ class RetentionRunner:
 class Remover:
     """Removes folders in a thread of its own, behind a run that goes on, and slowly while that run saves."""
 
-    def __init__(self, disk: Disk, told: Callable[[Path, OSError], object]) -> None:
+    def __init__(self, told: Callable[[Path, OSError], object]) -> None:
         """`told` is called, in that thread, with what could not be removed: it stays a leftover."""
-        self._disk, self._told = disk, told
+        self._told = told
         self._turn, self._changed = threading.Lock(), Wakeup()
         self._queue: list[Path] = []
         self._thread: threading.Thread | None = None
@@ -239,7 +239,7 @@ class Remover:
                 return
             folder = self._queue[0]
             try:
-                remove_by_file(folder, self._disk, self._pause)
+                remove_by_file(folder, self._pause)
             except _Closed:
                 return
             except OSError as error:

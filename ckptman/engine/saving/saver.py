@@ -117,7 +117,7 @@ class Saver:
         self._asynchronous = background
         self._running: deque[Task[SaveReport]] = deque()
         self._staged: list[Staged] = []
-        self._writer = CheckpointWriter(backend.disk, nonfinite)
+        self._writer = CheckpointWriter(nonfinite)
         self._keep_warm = keep_warm
         self._neighbours = 1
         """How many ranks this host has, this one included."""

@@ -48,7 +48,7 @@ from ckptman.storage.format.paths import (
     values_name,
 )
 from ckptman.storage.io.checksums import BLOCK_BYTES
-from ckptman.storage.io.durable_files import Disk, holding
+from ckptman.storage.io.durable_files import holding
 from ckptman.storage.io.file_writer import Written, write_source
 from ckptman.storage.io.finite_scan import FiniteScan
 from ckptman.storage.io.writer_process import WriterProcess
@@ -280,11 +280,10 @@ class Health(Protocol):
 class CheckpointWriter:
     """Takes contents to storage, one after the other. Every rank has one."""
 
-    def __init__(self, disk: Disk, nonfinite: OnNonfinite = "ignore") -> None:
-        self._disk = disk
+    def __init__(self, nonfinite: OnNonfinite = "ignore") -> None:
         self._nonfinite = nonfinite
         self._finite_check: FiniteCheck | None = None
-        self._index = IndexWriter(disk)
+        self._index = IndexWriter()
         self._process = WriterProcess()
         self._stale_saves = StaleSaves()
         self.health: Health | None = None
@@ -338,7 +337,7 @@ class CheckpointWriter:
         image, places, objects = content.image()
         scan = content.finite.begin() if content.finite is not None else None
         write_data = partial(self._write_data, content, image, scan)
-        result, blocks = write_rank_files(folder, rank, image, content.own_units, self._disk, write_data)
+        result, blocks = write_rank_files(folder, rank, image, content.own_units, write_data)
         if scan is not None:
             result.nonfinite = tuple(sorted(scan.found)[:MOST_NAMES])
             self._refuse_nonfinite(result.nonfinite)
@@ -355,8 +354,8 @@ class CheckpointWriter:
     def _write_data(self, content: Content, image: Image, scan: FiniteScan | None, path: Path) -> Written:
         """Write the data file, shown to `scan` meanwhile, by the process beside this one where its memory is shared."""
         shared = image.shared()
-        written = self._process.write(path, shared, disk=self._disk, scan=scan) if shared is not None else None
-        return written or write_source(path, image, disk=self._disk, look=scan)
+        written = self._process.write(path, shared, scan=scan) if shared is not None else None
+        return written or write_source(path, image, look=scan)
 
     def _refuse_nonfinite(self, tensors: Sequence[str]) -> None:
         """Let a save fail that holds what is not finite, where the run wants that. Raises: FloatingPointError."""
@@ -384,7 +383,6 @@ def write_rank_files(
     rank: int,
     image: Image,
     own_units: Sequence[Mapping[str, Any]],
-    disk: Disk,
     write_data: Callable[[Path], Written] | None = None,
 ) -> tuple[RankResult, bytes]:
     """Write the files of one rank, durably; the data file by `write_data` where that is given.
@@ -398,14 +396,14 @@ def write_rank_files(
     with _in_draft(folder), holding(folder):
         if image.size_bytes:
             path = folder / data_name(rank)
-            written = write_data(path) if write_data is not None else write_source(path, image, disk=disk)
+            written = write_data(path) if write_data is not None else write_source(path, image)
             blocks = written.digests.blocks
             result.files[data_name(rank)] = FileRecord(bytes=image.size_bytes, digest=written.digest)
             result.buffered_because = written.buffered_because
             small[blocks_name(rank)] = blocks
         if own_units:
             small[values_name(rank)] = values_json(own_units)
-        result.files |= write_small(folder, small, disk)
+        result.files |= write_small(folder, small)
     return result, blocks
 
 

@@ -16,10 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from ckptman.errors import ConfigError, CorruptError, plain
 from ckptman.storage.format.sealed_json import seal, unseal
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
 
 if TYPE_CHECKING:
-    from ckptman.storage.io.durable_files import Disk
+    pass
 
 PINNED = "pinned.json"
 FORMAT_VERSION = 1
@@ -48,7 +49,7 @@ def read_pin(folder: Path) -> Pin | None:
         return Pin(why=f"{PINNED} is there and cannot be read")
 
 
-def pin(folder: Path, why: str, *, by: str, time_seconds: float, disk: Disk) -> None:
+def pin(folder: Path, why: str, *, by: str, time_seconds: float) -> None:
     """Pin a checkpoint, durably, or say another reason why it is pinned. Raises: ConfigError (no reason), OSError."""
     if not why.strip():
         raise ConfigError(
@@ -58,15 +59,15 @@ def pin(folder: Path, why: str, *, by: str, time_seconds: float, disk: Disk) -> 
     if len(why) > MOST_TEXT:
         raise ConfigError(f"the reason of a pin has at most {MOST_TEXT} characters, not {len(why)}")
     note = Pin(why=why, by=plain(by)[:MOST_TEXT], time_seconds=time_seconds)
-    disk.replace_file(folder / PINNED, seal(json.dumps(note.model_dump(mode="json"), indent=1).encode()))
+    DISK.replace_file(folder / PINNED, seal(json.dumps(note.model_dump(mode="json"), indent=1).encode()))
 
 
-def unpin(folder: Path, disk: Disk) -> bool:
+def unpin(folder: Path) -> bool:
     """Take the pin off, durably. False where there was none. Raises: OSError."""
     if not os.path.lexists(folder / PINNED):
         return False
-    disk.remove_file(folder / PINNED)
-    disk.sync_folder(folder)
+    DISK.remove_file(folder / PINNED)
+    DISK.sync_folder(folder)
     return True
 
 

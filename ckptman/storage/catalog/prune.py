@@ -29,7 +29,7 @@ from ckptman.storage.catalog.reader_lease import TAKING, lease, look, run_names
 from ckptman.storage.catalog.rollback_records import rollback_numbers
 from ckptman.storage.catalog.tiers import steps_awaiting_drain
 from ckptman.storage.format.paths import MANIFEST, METADATA, run_folder, step_folder
-from ckptman.storage.io.durable_files import DISK, Disk, holding, is_super_user, owner_of, stat_of, through
+from ckptman.storage.io.durable_files import DISK, holding, is_super_user, owner_of, stat_of, through
 
 LOCK_SECONDS = 300.0
 _TAKEN_AT_ONCE = 50
@@ -230,7 +230,6 @@ def execute(
     root: Path,
     plan: PrunePlan,
     tag: str,
-    disk: Disk = DISK,
     *,
     jobs: int = 1,
     remove: Callable[[Path], None] | None = None,
@@ -251,14 +250,14 @@ def execute(
 
     Raises: OSError in the end, if there was such.
     """
-    work = _Work(root, plan, disk, remove, later, done, pruned if pruned is not None else Pruned())
+    work = _Work(root, plan, remove, later, done, pruned if pruned is not None else Pruned())
     with holding(root, through_link=True) as held, _first_error_last() as attempt:
         if plan.folder not in (None, (held.st_dev, held.st_ino)):
             raise OSError(errno.ESTALE, "something else was put in its place since it was looked at", str(root))
         work.owners = _owners(root)
         for stray in plan.strays:
             assert stray.step is not None
-            attempt(partial(LocalBackend(root, disk).put_back, stray.path, root / step_folder(stray.step)))
+            attempt(partial(LocalBackend(root).put_back, stray.path, root / step_folder(stray.step)))
         # Leftovers first: an earlier save of a step must not come back when the later one goes.
         for count, leftover in enumerate(plan.leftovers):
             attempt(partial(work.clear, leftover, f"{tag}-left{count}"))
@@ -271,7 +270,7 @@ def execute(
         taken: list[tuple[Path, Path, Record]] = []
         # A few at a time: readers of those wait, and each look for readers reads all their names.
         for few in (going[start : start + _TAKEN_AT_ONCE] for start in range(0, len(going), _TAKEN_AT_ONCE)):
-            with lease(root, [entry.path.name for _, _, entry in few], what=TAKING, disk=disk):
+            with lease(root, [entry.path.name for _, _, entry in few], what=TAKING):
                 for count, record, entry in few:
                     attempt(partial(work.take, entry, record, f"{tag}-{count}", taken))
         steps = [partial(work.remove, *each) for each in taken]
@@ -312,14 +311,13 @@ class _Work:
         self,
         root: Path,
         plan: PrunePlan,
-        disk: Disk,
         remove: Callable[[Path], None] | None,
         later: bool,
         done: Progress | None,
         pruned: Pruned,
     ) -> None:
-        self._root, self._place, self._disk, self._done = root, LocalBackend(root, disk), disk, done
-        self._how, self._is_later = remove or disk.remove_tree, later
+        self._root, self._place, self._done = root, LocalBackend(root), done
+        self._how, self._is_later = remove or DISK.remove_tree, later
         self._rollbacks = plan.rollbacks
         self._turn = threading.Lock()
         self.owners: set[int | None] = set()
@@ -329,7 +327,7 @@ class _Work:
         if _is_of_another(leftover.path, self.owners) or leftover.of_others():
             return
         if leftover.step is None:
-            self._disk.remove_file(leftover.path)
+            DISK.remove_file(leftover.path)
         elif look(self._root, wait=False).holder(leftover.path.name):
             return  # a copy has taken up what another one left
         elif (trash := self._place.hide(leftover.path, step_folder(leftover.step), tag)) is not None:
@@ -365,7 +363,7 @@ class _Work:
             held = read_pin(trash) is not None or look(self._root, wait=False).holder(path.name)
             if not held and not os.path.lexists(path):
                 why = f"a prune could not put it back: {reason}"
-                pin(trash, why, by="ckptman prune", time_seconds=time.time(), disk=self._disk)
+                pin(trash, why, by="ckptman prune", time_seconds=time.time())
 
     def remove(self, trash: Path, path: Path, record: Record) -> None:
         """Remove one that was taken."""
@@ -374,7 +372,7 @@ class _Work:
         try:
             with holding(trash):
                 for name in (METADATA, MANIFEST):
-                    self._disk.remove_file(trash / name)
+                    DISK.remove_file(trash / name)
         except OSError as error:
             # It is somebody else's: whole as it is, nobody would find it under that name, and no prune could remove it.
             is_whole = os.path.lexists(trash / METADATA) and os.path.lexists(trash / MANIFEST)

@@ -43,7 +43,7 @@ from ckptman.storage.catalog.writer_lock import (
     touched_at,
 )
 from ckptman.storage.format.paths import DOT, is_lease, lease_path, parse_step, run_folder
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
 from ckptman.storage.io.threads import Flag
 
@@ -98,21 +98,21 @@ class Leases:
 
 
 @contextmanager
-def lease(root: Path, names: Sequence[str], *, what: str, disk: Disk = DISK) -> Iterator[str]:
+def lease(root: Path, names: Sequence[str], *, what: str) -> Iterator[str]:
     """Hold folders of a root until the block ends. Called by readers and copies, of several ranks by the leader only.
 
     Gives its nonce: a tag that begins with it is that of somebody who is alive. Where the lease cannot be written (no
     permission, no space) there is none, and that is "": the reader has to live with what vanishes.
     """
     made = not os.path.lexists(run_folder(root))
-    taken = _take(root, names, what, disk)
+    taken = _take(root, names, what)
     if taken is None:
         yield ""
         return
     path, text = taken
     if what != TAKING:
         _let_prunes_pass(root, names)
-    held, pid = _Held(path, text, disk, made), os.getpid()
+    held, pid = _Held(path, text, made), os.getpid()
     try:
         yield path.stem.removeprefix("lease-")
     finally:
@@ -121,13 +121,13 @@ def lease(root: Path, names: Sequence[str], *, what: str, disk: Disk = DISK) -> 
 
 
 @contextmanager
-def reading(folder: Path, *, what: str, disk: Disk = DISK) -> Iterator[None]:
+def reading(folder: Path, *, what: str) -> Iterator[None]:
     """Hold one checkpoint (see `held`), and tell what is deleted meanwhile from what is damaged.
 
     For who reads alone: where several ranks do, all of them have to raise the same. Raises: GoneError; what the block
     raises.
     """
-    with held(folder, what=what, disk=disk):
+    with held(folder, what=what):
         refuse_gone(folder)
         try:
             yield
@@ -139,13 +139,11 @@ def reading(folder: Path, *, what: str, disk: Disk = DISK) -> Iterator[None]:
 
 
 @contextmanager
-def held(folder: Path, *, what: str, disk: Disk = DISK) -> Iterator[None]:
+def held(folder: Path, *, what: str) -> Iterator[None]:
     """Hold the one checkpoint in `folder`, by whatever path it is named. Nothing where it has no checkpoint's name:
     no prune takes such a folder."""
     where = Path(os.path.realpath(folder))
-    with (
-        lease(where.parent, [where.name], what=what, disk=disk) if parse_step(where.name) else contextlib.nullcontext()
-    ):
+    with lease(where.parent, [where.name], what=what) if parse_step(where.name) else contextlib.nullcontext():
         yield
 
 
@@ -206,7 +204,7 @@ def look(root: Path, *, wait: bool = True, but: str = "", names: Sequence[str] |
     return found
 
 
-def _take(root: Path, names: Sequence[str], what: str, disk: Disk) -> tuple[Path, bytes] | None:
+def _take(root: Path, names: Sequence[str], what: str) -> tuple[Path, bytes] | None:
     me = this_process("", os.environ.get("SLURM_JOB_ID"))
     path = lease_path(root, me.nonce)
     try:
@@ -214,15 +212,15 @@ def _take(root: Path, names: Sequence[str], what: str, disk: Disk) -> tuple[Path
             return None
         text = Lease(owner=me, names=tuple(names), what=what).model_dump_json().encode() + b"\n"
         for _ in range(_TRIES):
-            disk.make_folder_if_missing(run_folder(root))
+            DISK.make_folder_if_missing(run_folder(root))
             # Another reader that is done may have removed the folder again.
             with contextlib.suppress(FileNotFoundError):
-                disk.create_whole_file(path, text)
+                DISK.create_whole_file(path, text)
                 return path, text
     except OSError:
         # Half of one would be a lease that nobody can read: any folder may be on it.
         with contextlib.suppress(OSError):
-            disk.remove_file(path)
+            DISK.remove_file(path)
     return None
 
 
@@ -246,8 +244,8 @@ class _Held:
     folder goes, too.
     """
 
-    def __init__(self, path: Path, text: bytes, disk: Disk, made: bool) -> None:
-        self._path, self._text, self._disk, self._made = path, text, disk, made
+    def __init__(self, path: Path, text: bytes, made: bool) -> None:
+        self._path, self._text, self._made = path, text, made
         self._device: int | None = None
         with contextlib.suppress(OSError):
             self._device = device_of(path.parent)
@@ -273,7 +271,7 @@ class _Held:
                 try:
                     os.utime(self._path, follow_symlinks=False)
                 except FileNotFoundError:  # a prune that heard nothing of us for long took us for dead
-                    self._disk.create_whole_file(self._path, self._text)
+                    DISK.create_whole_file(self._path, self._text)
         try:
             while not self._is_removed():
                 self._tried.set()
@@ -288,9 +286,9 @@ class _Held:
             device = device_of(self._path.parent)
             if not os.path.lexists(self._path):  # below a mount point nothing is, while the mount is away
                 return self._device in (None, device)
-            self._disk.remove_file(self._path)
+            DISK.remove_file(self._path)
             if self._made:  # who only looks leaves nothing behind
-                self._disk.remove_empty_folder(self._path.parent)
+                DISK.remove_empty_folder(self._path.parent)
         except OSError:
             return False
         return True

@@ -17,7 +17,7 @@ from ckptman.storage.catalog.tiers import read_tiers
 from ckptman.storage.catalog.verified import read_verified
 from ckptman.storage.catalog.writer_lock import claim
 from ckptman.storage.format.paths import journal_path, step_folder
-from ckptman.storage.io.durable_files import DISK, Disk, holding
+from ckptman.storage.io.durable_files import holding
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,6 @@ def execute(
     time_seconds: float,
     highest: Callable[[Path, Iterable[int]], int],
     job_id: str | None = None,
-    disk: Disk = DISK,
 ) -> Change:
     """Make a plan while no run writes to the root, and write it down: it holds for all who look from then on.
 
@@ -128,11 +127,11 @@ def execute(
     highest attempt number of the root, given those that saved its checkpoints. Raises: BusyError (a run is alive), and
     as the plans.
     """
-    with holding(root, through_link=True), _claimed(root, job_id, disk):
+    with holding(root, through_link=True), _claimed(root, job_id):
         change = make()
         target = change.target
         # A prune that made its plan before this must not take what the run is to go on from.
-        with reading(target.path, what="rollback", disk=disk) if target.in_folder else nullcontext():
+        with reading(target.path, what="rollback") if target.in_folder else nullcontext():
             if target.in_folder and not target.path.exists():
                 raise NotFoundError(f"{target.path} was pruned meanwhile: ckptman list shows what is left")
             everywhere = _everywhere(root)
@@ -153,15 +152,15 @@ def execute(
                     attempt=begun,
                     undoes=change.undoes,
                 )
-                copy_rollbacks([rollback], root, disk)
+                copy_rollbacks([rollback], root)
                 everywhere.hand_on_all()
         return change
 
 
 @contextmanager
-def _claimed(root: Path, job_id: str | None, disk: Disk) -> Iterator[None]:
+def _claimed(root: Path, job_id: str | None) -> Iterator[None]:
     """While this lasts, no run begins in the root. Raises: BusyError."""
-    claimed = claim(root, "rollback", job_id, disk=disk)
+    claimed = claim(root, "rollback", job_id)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from ckptman.errors import CorruptError, RootError, plain
 from ckptman.storage.format.manifest import FORMAT_VERSION, Manifest, parse_versioned
 from ckptman.storage.format.paths import parse_rollback, rollback_path, run_folder
 from ckptman.storage.format.sealed_json import SealError, seal, unseal
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
 
 _MOST_BYTES = 64 * 1024 * 1024
@@ -111,21 +111,21 @@ def read_abandoned(root: Path) -> dict[str, str]:
     return abandoned_by(read_rollbacks(root).values()) if rollback_numbers(root) else {}
 
 
-def copy_rollbacks(rollbacks: Iterable[Rollback], root: Path, disk: Disk = DISK) -> None:
+def copy_rollbacks(rollbacks: Iterable[Rollback], root: Path) -> None:
     """Write down in a root those rollbacks that it does not know, durably. Raises: as `read_rollbacks`, OSError."""
     for each in rollbacks:
         known = read_rollbacks(root)
         if any(each.id == other.id for other in known.values()):
             continue
-        disk.make_folder_if_missing(run_folder(root))
+        DISK.make_folder_if_missing(run_folder(root))
         number = max(known, default=0) + 1
         for _ in range(_ATTEMPTS):
             try:
-                disk.create_whole_file(rollback_path(root, number), each.to_json())
+                DISK.create_whole_file(rollback_path(root, number), each.to_json())
                 break
             except FileExistsError:  # somebody else wrote one this very moment
                 number += 1
-        disk.sync_folder(run_folder(root))
+        DISK.sync_folder(run_folder(root))
 
 
 def rollback_numbers(root: Path, names: Sequence[str] | None = None) -> list[int]:

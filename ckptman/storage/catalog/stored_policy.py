@@ -13,7 +13,7 @@ from ckptman.policies.serialization import from_data, to_data
 from ckptman.storage.format.manifest import parse_versioned
 from ckptman.storage.format.paths import retention_path, run_folder
 from ckptman.storage.format.sealed_json import seal, unseal
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
 
 AGAIN_SECONDS = 1.0
@@ -22,7 +22,7 @@ _MOST_BYTES = 1024 * 1024
 _REMEDY = "say what to keep, with options such as --keep-last 3"
 
 
-def write_policy(root: Path, policy: RetentionPolicy | None, disk: Disk = DISK) -> None:
+def write_policy(root: Path, policy: RetentionPolicy | None) -> None:
     """Store the policy of a run, where it is not the one that is stored. Raises: OSError. Called by the leader."""
     data = seal(json.dumps({"format_version": FORMAT_VERSION, **to_data(policy)}, indent=1).encode())
     path = retention_path(root)
@@ -31,7 +31,7 @@ def write_policy(root: Path, policy: RetentionPolicy | None, disk: Disk = DISK) 
             return
     except (OSError, CorruptError):
         pass
-    disk.replace_file(path, data)
+    DISK.replace_file(path, data)
 
 
 def read_policy(root: Path) -> RetentionPolicy | None:

@@ -22,7 +22,7 @@ from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.format.manifest import FORMAT_VERSION, parse_versioned
 from ckptman.storage.format.paths import DOT, ROOT_ID, TIER_OF, outcome_path, run_folder, tiers_path
 from ckptman.storage.format.sealed_json import SealError, seal, unseal
-from ckptman.storage.io.durable_files import DISK, Disk, holding, is_super_user, owner_of, stat_of
+from ckptman.storage.io.durable_files import DISK, holding, is_super_user, owner_of, stat_of
 
 _MOST_TEXT = 8192
 _OUTCOME = outcome_path(Path()).name
@@ -51,18 +51,18 @@ def read_identity(root: Path) -> str | None:
     return found.id if found is not None else None
 
 
-def make_identity(root: Path, run_id: str, id: str | None = None, disk: Disk = DISK) -> str:
+def make_identity(root: Path, run_id: str, id: str | None = None) -> str:
     """The id of a root, made now where it has none. `id`: to take over. Called by the leader, and by drains.
 
     Raises: as `read_identity`, OSError.
     """
-    place = LocalBackend(root, disk)
+    place = LocalBackend(root)
     if (found := _read(place, ROOT_ID)) is not None:
         return found.id
     # A tier in which a run is started stays what it is.
     mine = TierOwner(id=id or read_identity(root) or os.urandom(16).hex(), root=str(root.absolute()), run_id=run_id)
-    disk.make_folder_if_missing(run_folder(root))
-    return mine.id if place.create_note(ROOT_ID, mine.to_json()) else make_identity(root, run_id, id, disk)
+    DISK.make_folder_if_missing(run_folder(root))
+    return mine.id if place.create_note(ROOT_ID, mine.to_json()) else make_identity(root, run_id, id)
 
 
 def read_mark(place: Backend) -> TierOwner | None:

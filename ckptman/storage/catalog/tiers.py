@@ -31,7 +31,7 @@ from ckptman.storage.catalog.writer_lock import root_error
 from ckptman.storage.format.manifest import FORMAT_VERSION, parse_versioned
 from ckptman.storage.format.paths import drained_path, run_folder, tiers_path
 from ckptman.storage.format.sealed_json import SealError, seal, unseal
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
 
 _MOST_BYTES = 64 * 1024 * 1024
@@ -71,7 +71,7 @@ class TierContents:
     taken: frozenset[int] = frozenset()
 
 
-def write_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
+def write_tiers(root: Path, tiers: Sequence[Tier]) -> None:
     """Store the tiers of a run, and make those that are new folders. Called by the leader when a run starts.
 
     Raises: ConfigError (a tier is the root or lies in it, two are one, or a rule cannot be stored), RootError (a new
@@ -79,7 +79,7 @@ def write_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
     """
     tiers = [absolute(tier) for tier in tiers]
     check_tiers(root, tiers)
-    make_tiers(root, tiers, disk)
+    make_tiers(root, tiers)
     path = tiers_path(root)
     if tiers or path.exists():
         stored = [
@@ -91,11 +91,11 @@ def write_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
             )
             for tier in tiers
         ]
-        disk.make_folder_if_missing(run_folder(root))
-        disk.replace_file(path, seal(_Stored(tiers=stored).model_dump_json(indent=1).encode()))
+        DISK.make_folder_if_missing(run_folder(root))
+        DISK.replace_file(path, seal(_Stored(tiers=stored).model_dump_json(indent=1).encode()))
 
 
-def make_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
+def make_tiers(root: Path, tiers: Sequence[Tier]) -> None:
     """Make the folders of new tiers. Raises: RootError."""
     try:
         before = {str(tier) for tier in read_tiers(root)}
@@ -104,7 +104,7 @@ def make_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
     for tier in tiers:
         # One that was made before, and is gone, may be a mount that is away: it is not made anew below where it was.
         if str(tier) not in before:
-            open_tier(tier, disk).make_tier()
+            open_tier(tier).make_tier()
 
 
 def claim_tiers(
@@ -112,7 +112,6 @@ def claim_tiers(
     tiers: Sequence[Tier],
     run_id: str,
     run_ids: Collection[str] = (),
-    disk: Disk = DISK,
 ) -> None:
     """Give a root an identity where it has none, and mark its tiers with it. Called by the leader when a run starts.
 
@@ -124,10 +123,10 @@ def claim_tiers(
     found: list[tuple[Backend, str | None]] = []
     for tier in tiers:
         with contextlib.suppress(NotFoundError, RootError):
-            place = open_tier(tier, disk)
+            place = open_tier(tier)
             found.append((place, check_tier(root, place, run_ids)))
     try:
-        make_identity(root, run_id, next((id for _, id in found if id is not None), None), disk)
+        make_identity(root, run_id, next((id for _, id in found if id is not None), None))
     except OSError as error:
         if isinstance(error, CkptmanError):
             raise
@@ -183,9 +182,9 @@ def absolute(tier: Tier) -> Tier:
     return replace(tier, path=Path(str(tier)).absolute())
 
 
-def open_tier(tier: Tier, disk: Disk = DISK) -> Backend:
+def open_tier(tier: Tier) -> Backend:
     """Where a tier is. Raises: ConfigError (what reads that kind of object store is not installed)."""
-    return open_backend(str(tier), disk)
+    return open_backend(str(tier))
 
 
 def contents_of_tier(root: Path, tier: Tier, left: Mapping[str, str] | None = None) -> TierContents:
@@ -231,15 +230,15 @@ def steps_awaiting_drain(
     return found
 
 
-def write_drained(root: Path, held: Mapping[str, Sequence[Record]], disk: Disk = DISK) -> None:
+def write_drained(root: Path, held: Mapping[str, Sequence[Record]]) -> None:
     """Note what the tiers hold. Called by drains. Raises: OSError."""
     stored = {
         tier: [{**vars(record), "metrics": dict(record.metrics)} for record in records]
         for tier, records in held.items()
     }
-    disk.make_folder_if_missing(run_folder(root))
+    DISK.make_folder_if_missing(run_folder(root))
     # By Python's JSON: a metric may be NaN.
-    disk.replace_file(drained_path(root), seal(json.dumps(_Drained(held=stored).model_dump()).encode()))
+    DISK.replace_file(drained_path(root), seal(json.dumps(_Drained(held=stored).model_dump()).encode()))
 
 
 def read_drained(root: Path) -> dict[str, list[Record]]:

@@ -25,10 +25,11 @@ from ckptman.storage.format.manifest import MOST_BYTES as MANIFEST_BYTES
 from ckptman.storage.format.manifest import Manifest
 from ckptman.storage.format.paths import MANIFEST
 from ckptman.storage.format.sealed_json import SealError, seal, unseal
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
 
 if TYPE_CHECKING:
-    from ckptman.storage.io.durable_files import Disk
+    pass
 
 VERIFIED = "verified.json"
 FORMAT_VERSION = 1
@@ -110,7 +111,6 @@ def note_verified(
     world_sizes: Iterable[int] = (),
     meshes: Iterable[tuple[int, ...]] = (),
     plan_world_sizes: Iterable[int] = (),
-    disk: Disk,
 ) -> None:
     """Note what was proved just now about the files `identity`, beside what was proved about it before.
 
@@ -136,33 +136,32 @@ def note_verified(
     in_order = {name: sorted(values, reverse=name == "levels") for name, values in proved.items()}
     new = _note(identity, **in_order, **proved_by)
     if new != old:
-        _write(folder, new, disk)
+        _write(folder, new)
 
 
-def note_damaged(folder: Path, identity: Identity, what: str, disk: Disk) -> None:
+def note_damaged(folder: Path, identity: Identity, what: str) -> None:
     """Note that the files `identity` are not what was saved, in place of what was proved about them before.
 
     Raises: OSError (the folder is read-only).
     """
-    _write(folder, _note(identity, levels=(), damaged=what[:_MOST_TEXT]), disk)
+    _write(folder, _note(identity, levels=(), damaged=what[:_MOST_TEXT]))
 
 
 def remember_damage(folder: Path, manifest: Manifest, what: str) -> None:
     """The same of the files that lie there now, as far as it can be noted: so that no retention counts them, and
     deletes good ones. Called by whoever was refused them."""
-    from ckptman.storage.io.durable_files import DISK  # ctypes and shutil, which a listing can do without
 
     with contextlib.suppress(OSError, CorruptError):
-        note_damaged(folder, identify(folder, manifest), what, DISK)
+        note_damaged(folder, identify(folder, manifest), what)
 
 
-def forget_verified(folder: Path, disk: Disk) -> None:
+def forget_verified(folder: Path) -> None:
     """Take back what was proved: it no longer holds. Raises: OSError (the folder is read-only)."""
     path = folder / VERIFIED
     note = _read(folder)
     if os.path.lexists(path) and not (note is not None and note.damaged):
-        disk.remove_file(path)
-        disk.sync_folder(folder)
+        DISK.remove_file(path)
+        DISK.sync_folder(folder)
 
 
 def _note(identity: Identity, **fields: Any) -> Verified:
@@ -171,8 +170,8 @@ def _note(identity: Identity, **fields: Any) -> Verified:
     return Verified(manifest_digest=identity.manifest, files_digest=identity.files, **now | fields)
 
 
-def _write(folder: Path, note: Verified, disk: Disk) -> None:
-    disk.replace_file(folder / VERIFIED, seal(json.dumps(note.model_dump(mode="json"), indent=1).encode()))
+def _write(folder: Path, note: Verified) -> None:
+    DISK.replace_file(folder / VERIFIED, seal(json.dumps(note.model_dump(mode="json"), indent=1).encode()))
 
 
 def _read(folder: Path) -> Verified | None:

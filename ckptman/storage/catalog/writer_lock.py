@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptman.errors import BusyError, CorruptError, RootError
 from ckptman.storage.format.paths import new_nonce, owner_path, parse_owner, run_folder
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import open_regular, read_regular
 from ckptman.storage.io.threads import Flag
 
@@ -93,9 +93,9 @@ def is_this_process(owner: Owner) -> bool:
 class Claim:
     """This process's right to write to a root, held until `release`. Made by `claim`."""
 
-    def __init__(self, root: Path, owner: Owner, number: int, device: int, disk: Disk = DISK) -> None:
+    def __init__(self, root: Path, owner: Owner, number: int, device: int) -> None:
         self.root, self.owner = root, owner
-        self._number, self._device, self._disk = number, device, disk
+        self._number, self._device = number, device
         self._counter = itertools.count(1)
         self._done = Flag()
         self._thread = threading.Thread(target=self._beat, name="ckptman-owner", daemon=True)
@@ -120,8 +120,8 @@ class Claim:
         mark = self._mark()
         if mark is None:
             # Somebody removed the run's own files: claimed again, or the next run would come in unhindered.
-            self._disk.make_folder_if_missing(run_folder(self.root))
-            _stake(self.root, self._number, self.owner, self._disk)
+            DISK.make_folder_if_missing(run_folder(self.root))
+            _stake(self.root, self._number, self.owner)
         elif not self._is_mine(mark):
             raise _busy(self.root)
 
@@ -153,7 +153,7 @@ class Claim:
                 os.utime(owner_path(self.root, self._number), follow_symlinks=False)
 
 
-def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK, device: int | None = None) -> Claim:
+def claim(root: Path, run_id: str, job_id: str | None, device: int | None = None) -> Claim:
     """Claim a root for this process. A dead owner's claim is taken over. Called by the leader only. `device`: that it
     has to be on.
 
@@ -170,17 +170,17 @@ def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK, dev
     try:
         device = device_of(root) if device is None else device
         check_device(root, device)
-        disk.make_folder_if_missing(run_folder(root))
+        DISK.make_folder_if_missing(run_folder(root))
         last = _newest(root)
         if last is not None and _lives(root, last):
             raise _busy(root)
         number = last.number + 1 if last is not None else 1
         try:
-            _stake(root, number, me, disk)
+            _stake(root, number, me)
         except FileNotFoundError:  # a reader that is done removed the folder that it had made; or the mount is away
             check_device(root, device)
-            disk.make_folder_if_missing(run_folder(root))
-            _stake(root, number, me, disk)
+            DISK.make_folder_if_missing(run_folder(root))
+            _stake(root, number, me)
     except OSError as error:
         if number:
             _give_back(root, number, me, device)
@@ -191,8 +191,8 @@ def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK, dev
     with contextlib.suppress(OSError):
         for older in _numbers(root):
             if older < number:
-                disk.remove_file(owner_path(root, older))
-    return Claim(root, me, number, device, disk)
+                DISK.remove_file(owner_path(root, older))
+    return Claim(root, me, number, device)
 
 
 def check_device(root: Path, device: int) -> None:
@@ -242,14 +242,14 @@ class _Mark:
     released: bool
 
 
-def _stake(root: Path, number: int, me: Owner, disk: Disk) -> None:
+def _stake(root: Path, number: int, me: Owner) -> None:
     path = owner_path(root, number)
     try:
-        disk.create_file(path, me.model_dump_json().encode() + b"\n")
+        DISK.create_file(path, me.model_dump_json().encode() + b"\n")
     except FileExistsError:
         raise _busy(root) from None
     with contextlib.ExitStack() as undo:
-        undo.callback(disk.remove_file, path)
+        undo.callback(DISK.remove_file, path)
         # What we saw before may be old (NFS remembers listings): whoever has a higher number looked after us, and wins.
         now = _newest(root)
         if now is None:

@@ -14,7 +14,7 @@ a folder of another.
 Folders get the permissions that the user's umask leaves, or 0700 where `CKPTMAN_PRIVATE` is set to 1: then nobody else
 gets at what is in them, whatever permissions the files have.
 
-Tests replace one method of `Disk` to fail, or to die, at the n-th operation.
+There is one `Disk`, `DISK`. Tests replace its methods to fail, or to die, at the n-th operation.
 """
 
 from __future__ import annotations
@@ -423,17 +423,17 @@ def _empty(folder: int) -> None:
             os.rmdir(name, dir_fd=folder)
 
 
-def remove_by_file(folder: Path, disk: Disk, before_each: Callable[[], object]) -> None:
+def remove_by_file(folder: Path, before_each: Callable[[], object]) -> None:
     """Remove a folder, with a call before each file. Links are removed, never followed. Raises: OSError."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), holding(folder):
         with os.scandir(_held[folder][0].fd) as items:
             names = [item.name for item in items if not item.is_dir(follow_symlinks=False)]
         for name in names:
             before_each()
-            disk.remove_file(folder / name)
-        disk.remove_tree(folder)
+            DISK.remove_file(folder / name)
+        DISK.remove_tree(folder)
         return
-    disk.remove_tree(folder)
+    DISK.remove_tree(folder)
 
 
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate

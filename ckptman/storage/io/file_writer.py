@@ -19,7 +19,7 @@ import numpy as np
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.storage.io.checksums import BLOCK_BYTES, DIGEST_BYTES, Digests, digests_bytes
-from ckptman.storage.io.durable_files import Disk, named, open_new
+from ckptman.storage.io.durable_files import DISK, named, open_new
 from ckptman.storage.io.threads import ALIGN_BYTES, computing_threads, io_threads, relay, stride_of
 
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -57,7 +57,6 @@ def write_source(
     path: Path,
     source: Source,
     *,
-    disk: Disk,
     threads: int | None = None,
     look: Callable[[int, memoryview], None] | None = None,
 ) -> Written:
@@ -68,7 +67,7 @@ def write_source(
     Raises: OSError with the name of the file; whatever the source raises. What was written stays for the caller to
     remove.
     """
-    with FileWriter(path, source.size_bytes, disk=disk, flags=os.O_EXCL) as file:
+    with FileWriter(path, source.size_bytes, flags=os.O_EXCL) as file:
         blocks = write_all(file, source, threads or io_threads(), look)
     return Written.of(blocks, source.size_bytes, file.buffered_because)
 
@@ -138,14 +137,13 @@ class FileWriter:
         path: Path,
         size_bytes: int,
         *,
-        disk: Disk,
         flags: int = 0,
         buffered_because: str | None = None,
         fd: int | None = None,
     ) -> None:
         self.buffered_because = buffered_because
         """Why not every byte goes by direct I/O; None where it does."""
-        self._path, self._disk = path, disk
+        self._path = path
         if fd is not None:
             self.fd = fd
             return
@@ -155,7 +153,7 @@ class FileWriter:
                 if self.is_direct:
                     self._go_direct()
                 if size_bytes:
-                    disk.reserve(self.fd, size_bytes)
+                    DISK.reserve(self.fd, size_bytes)
             except BaseException:
                 self.close()
                 raise
@@ -171,7 +169,7 @@ class FileWriter:
             direct = self.is_direct
             try:
                 with named(self._path):
-                    count = self._disk.write_at(self.fd, data, offset)
+                    count = DISK.write_at(self.fd, data, offset)
             except OSError as error:
                 if not direct or error.errno not in _REFUSED:
                     raise
@@ -188,7 +186,7 @@ class FileWriter:
         with named(self._path):
             if size_bytes is not None and os.fstat(self.fd).st_size != size_bytes:
                 os.ftruncate(self.fd, size_bytes)
-            self._disk.sync_file(self.fd)
+            DISK.sync_file(self.fd)
 
     def close(self) -> None:
         """Close it, flushed or not."""

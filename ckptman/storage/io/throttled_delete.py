@@ -6,20 +6,20 @@ import threading
 import time
 from pathlib import Path
 
-from ckptman.storage.io.durable_files import Disk, remove_by_file
+from ckptman.storage.io.durable_files import remove_by_file
 
 
 class ThrottledDelete:
     """Removes folders, from several threads, no more than `files_per_second` files in all of them together."""
 
-    def __init__(self, disk: Disk, files_per_second: float) -> None:
-        self._disk, self._seconds = disk, 1 / files_per_second
+    def __init__(self, files_per_second: float) -> None:
+        self._seconds = 1 / files_per_second
         self._turn = threading.Lock()
         self._next = time.monotonic()
 
     def __call__(self, folder: Path) -> None:
         """Remove a folder that nobody sees any more. Raises: OSError."""
-        remove_by_file(folder, self._disk, self._wait)
+        remove_by_file(folder, self._wait)
 
     def _wait(self) -> None:
         with self._turn:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 import ckptman
 from ckptman.errors import CorruptError, warn_only
 from ckptman.storage.io.checksums import BLOCK_BYTES, digests_bytes
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.file_reader import drop_from_cache, read_to_cache
 from ckptman.storage.io.file_writer import FileWriter, InPlace, Written, write_all
 from ckptman.storage.io.finite_scan import FiniteScan
@@ -103,17 +103,17 @@ class WriterProcess:
         self._running: tuple[Connection, subprocess.Popen[bytes]] | None = None
         self._ended: Callable[[], object] = lambda: None
 
-    def write(self, path: Path, source: Shared, *, disk: Disk, scan: FiniteScan | None = None) -> Written | None:
+    def write(self, path: Path, source: Shared, scan: FiniteScan | None = None) -> Written | None:
         """Write a file that nobody has made yet and flush it to storage, shown to `scan` meanwhile.
 
         Returns None where it could not be done here: nothing is left of the file then. Raises: OSError.
         """
-        if self.given_up or disk is not DISK or source.size_bytes < LEAST_BYTES:
+        if self.given_up or source.size_bytes < LEAST_BYTES:
             return None
-        with FileWriter(path, source.size_bytes, disk=disk, flags=os.O_EXCL) as file:
+        with FileWriter(path, source.size_bytes, flags=os.O_EXCL) as file:
             answer = self._answer(file, path, source, scan)
             if answer is None:
-                disk.remove_file(path)
+                DISK.remove_file(path)
                 return None
         blocks, buffered_because = answer
         return Written.of(blocks, source.size_bytes, buffered_because)
@@ -237,7 +237,7 @@ def _serve(
         if not writes:
             blocks = write_all(InPlace(), source._replace(fd=memory), computing_threads(io_threads()), scan)
             return blocks, None, set() if scan is None else scan.found
-        with FileWriter(path, 0, disk=DISK, buffered_because=buffered_because, fd=target) as file:
+        with FileWriter(path, 0, buffered_because=buffered_because, fd=target) as file:
             threads = io_threads() if file.is_direct else computing_threads(io_threads())
             blocks = write_all(file, source._replace(fd=memory), threads, scan)
             return blocks, file.buffered_because, set() if scan is None else scan.found

@@ -38,7 +38,7 @@ from ckptman.storage.format.manifest import FORMAT_VERSION, MOST_BYTES, Manifest
 from ckptman.storage.format.paths import parse_step, step_folder
 from ckptman.storage.format.sealed_json import seal, unseal
 from ckptman.storage.io.checksums import BlockDigester
-from ckptman.storage.io.durable_files import DISK, Disk, holding
+from ckptman.storage.io.durable_files import DISK, holding
 from ckptman.storage.io.file_reader import FileReader
 from ckptman.storage.io.safe_open import read_regular
 from ckptman.storage.io.threads import STRIDE_BYTES, aligned_memory, io_threads
@@ -113,7 +113,6 @@ def flush(
     *,
     nodes: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    disk: Disk = DISK,
 ) -> Flushed:
     """Bring the newest checkpoint that nodes hold in memory to the root, where that has none that is as new.
 
@@ -135,7 +134,7 @@ def flush(
         owner = memory.owner()
         raise BusyError(str(root), owner.node, owner.pid, owner.job_id)
     try:
-        return _Flush(root, memory, nodes, timeout_seconds, disk).run()
+        return _Flush(root, memory, nodes, timeout_seconds).run()
     except CkptmanError:
         raise
     except OSError as error:
@@ -149,10 +148,10 @@ def flush(
 class _Flush:
     """One process that flushes."""
 
-    def __init__(self, root: Path, memory: NodeMemory, nodes: int | None, timeout_seconds: float, disk: Disk) -> None:
-        self._root, self._memory, self._disk = root, memory, disk
+    def __init__(self, root: Path, memory: NodeMemory, nodes: int | None, timeout_seconds: float) -> None:
+        self._root, self._memory = root, memory
         self._nodes, self._timeout_seconds = nodes, timeout_seconds
-        self._place, self._held = LocalBackend(root, disk), ExitStack()
+        self._place, self._held = LocalBackend(root), ExitStack()
         self._parts = memory.parts()
         self._manifests = {part.manifest.identity: part.manifest for part in self._parts if part.manifest is not None}
         self._nonce, self._own, self._uid = "", root, -1
@@ -204,7 +203,7 @@ class _Flush:
 
     def _begin(self) -> None:
         """Tell the others what this node has."""
-        nonce = self._held.enter_context(lease(self._root, [], what="memory flush", disk=self._disk))
+        nonce = self._held.enter_context(lease(self._root, [], what="memory flush"))
         if not nonce:
             raise OSError(errno.EACCES, "it cannot be written to", str(self._root))
         step = max(part.step for part in self._parts)
@@ -213,7 +212,7 @@ class _Flush:
         self._held.enter_context(holding(self._own))
         self._uid = self._own.lstat().st_uid  # which a server may have mapped
         for identity, manifest in list(self._manifests.items()):
-            self._disk.write_file(self._own / _manifest_name(identity), manifest.to_json())
+            DISK.write_file(self._own / _manifest_name(identity), manifest.to_json())
         self._tell()
 
     def _tell(self) -> None:
@@ -222,7 +221,7 @@ class _Flush:
             for part in self._parts
         ]
         offer = _Offer(node=self._memory.node, held=held)
-        self._disk.replace_file(self._own / _OFFER, seal(offer.model_dump_json().encode()))
+        DISK.replace_file(self._own / _OFFER, seal(offer.model_dump_json().encode()))
 
     def _look(self) -> dict[str, list[Part]]:
         """Return what each process that is alive has told, by its nonce."""
@@ -376,7 +375,7 @@ class _Flush:
         draft = candidate.draft
         if draft not in self._leased:
             self._held.callback(self._clear, candidate)
-            self._held.enter_context(lease(self._root, [draft.name], what="memory flush", disk=self._disk))
+            self._held.enter_context(lease(self._root, [draft.name], what="memory flush"))
             self._leased.add(draft)
         with contextlib.suppress(FileExistsError):
             self._place.begin(*draft.name.split(".tmp-"))
@@ -401,7 +400,7 @@ class _Flush:
         digester, memory = BlockDigester(manifest.block_bytes), aligned_memory(STRIDE_BYTES)
         reader = FileReader(self._memory.path_of(manifest.step) / name)
         try:
-            with FileWriter(target, record.bytes, disk=self._disk, flags=os.O_TRUNC) as writer:
+            with FileWriter(target, record.bytes, flags=os.O_TRUNC) as writer:
                 for begin in range(0, record.bytes, STRIDE_BYTES):
                     view = memory[: min(STRIDE_BYTES, record.bytes - begin)]
                     try:
@@ -417,7 +416,7 @@ class _Flush:
         finally:
             reader.close()
         with contextlib.suppress(FileNotFoundError):  # the draft was committed just now
-            self._disk.rename(target, candidate.draft / name)
+            DISK.rename(target, candidate.draft / name)
         return ""
 
     def _account(self, candidate: _Candidate, problems: Mapping[str, str]) -> None:
@@ -440,7 +439,7 @@ class _Flush:
     def _commit(self, candidate: _Candidate) -> None:
         """Make a draft in which nothing is missing a checkpoint. Raises: BusyError, OSError."""
         manifest = candidate.found.manifest
-        held = claim(self._root, manifest.run_id, os.environ.get("SLURM_JOB_ID"), disk=self._disk)
+        held = claim(self._root, manifest.run_id, os.environ.get("SLURM_JOB_ID"))
         try:
             # Who had the claim before may have committed it, or a newer one; or rolled back.
             self._on_disk, self._rollbacks = self._newest_on_disk(), [*read_rollbacks(self._root).values()]
@@ -457,7 +456,7 @@ class _Flush:
     def _end(self, found: Sequence[_Candidate], is_unsure: bool) -> Flushed:
         """Return how it ended, when there is nothing left in memory that is newer than on disk, and complete."""
         if self._manifests:  # whoever committed it may have been killed before that was durable
-            self._disk.sync_folder(self._root)
+            DISK.sync_folder(self._root)
         step = self._on_disk[1] if self._on_disk != _NOTHING else None
         nodes = len(self._seen)
         if self._goal is not None:

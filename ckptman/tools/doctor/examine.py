@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError, RootError
 from ckptman.policies.intervals import seconds_text
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.failure_cause import FULL
 from ckptman.storage.io.isolated_process import Died, NoAnswer, run_isolated
 from ckptman.storage.io.mount import find_mount, mount_number, read_mounts
@@ -54,7 +54,7 @@ _REFUSED = {
 def check_writable(place: Place) -> Finding:
     """Make the directory of the checks."""
     left = sorted(path.name for path in Path(place.path).glob(f"{PREFIX}*"))
-    place.disk.make_folder(place.own)
+    DISK.make_folder(place.own)
     if not left:
         return found("ok", "yes")
     advice = "of a doctor that was killed: remove it by hand (or it is at work right now)"
@@ -91,7 +91,6 @@ def examine(
     timeout_seconds: float = TIMEOUT_SECONDS,
     second_command: Sequence[str] = (),
     note: Note = lambda name: None,
-    disk: Disk = DISK,
 ) -> list[Finding]:
     """Examine the file system of a directory. `note` gets the name of each check before it begins.
 
@@ -110,7 +109,6 @@ def examine(
         against_bytes=against_bytes,
         repeat_seconds=min(REPEAT_SECONDS, part_seconds),
         part_seconds=part_seconds,
-        disk=disk,
     )
     try:
         place.path, number = _find(folder, timeout_seconds)
@@ -202,7 +200,7 @@ def _cleaned_up(place: Place, timeout_seconds: float) -> Iterator[None]:
 
     def remove() -> bool:
         if os.path.lexists(place.own):  # else it was never made, and a read-only mount would refuse
-            place.disk.remove_tree(place.own)
+            DISK.remove_tree(place.own)
         return not os.path.lexists(place.own)
 
     try:

@@ -16,7 +16,7 @@ from statistics import median
 
 from ckptman.errors import BusyError, CkptmanError
 from ckptman.storage.catalog.writer_lock import Claim, claim
-from ckptman.storage.io.durable_files import Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.failure_cause import FULL
 from ckptman.storage.io.threads import ALIGN_BYTES
 from ckptman.tools.doctor.finding import Finding, Place, found, why
@@ -44,7 +44,7 @@ def check_sync(place: Place) -> Finding:
     while len(files) < 3 or (len(files) < 20 and time.monotonic() < deadline):
         path, data = place.own / f"sync-{len(files)}", os.urandom(_FILE_BYTES)
         try:
-            files.append(_seconds_to_sync(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, place.disk, data))
+            files.append(_seconds_to_sync(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, data))
         except OSError as error:
             if error.errno in FULL:
                 raise
@@ -53,7 +53,7 @@ def check_sync(place: Place) -> Finding:
             return found("FAILED", "what was written is not what is read", "bytes are lost or changed here")
         try:
             # Not Disk.sync_folder: that one ignores a refusal, which is what is asked here.
-            folders.append(_seconds_to_sync(place.own, os.O_RDONLY | os.O_DIRECTORY, place.disk))
+            folders.append(_seconds_to_sync(place.own, os.O_RDONLY | os.O_DIRECTORY))
         except OSError as error:
             refused = why(error)
             if error.errno not in _REFUSED:
@@ -72,13 +72,13 @@ def check_sync(place: Place) -> Finding:
     return found("ok", value, **figures)
 
 
-def _seconds_to_sync(path: Path, flags: int, disk: Disk, data: bytes = b"") -> float:
+def _seconds_to_sync(path: Path, flags: int, data: bytes = b"") -> float:
     fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         if data:
             os.write(fd, data)
         began = time.monotonic()
-        disk.sync_file(fd)
+        DISK.sync_file(fd)
         seconds = time.monotonic() - began
         with suppress(OSError):  # so that the bytes are read from the disk
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -89,12 +89,12 @@ def _seconds_to_sync(path: Path, flags: int, disk: Disk, data: bytes = b"") -> f
 
 def check_claim(place: Place) -> Finding:
     """Check that exactly one of two processes makes a file, and that a root that is owned is refused to the other."""
-    root, disk, two = place.own / _ROOT, place.disk, f"two {place.second.kind}"
+    root, two = place.own / _ROOT, f"two {place.second.kind}"
     consequence = "two runs could write to one root, and rename and prune each other's checkpoints"
-    with place.second.start(rival_claims, place.own, disk) as rival:
-        disk.make_folder(root)
+    with place.second.start(rival_claims, place.own) as rival:
+        DISK.make_folder(root)
         rival.pipe.send("race")
-        ours, refusal = _race(place.own, disk)
+        ours, refusal = _race(place.own)
         won, their_refusal = rival.receive()
         theirs, refusal = set(won), refusal or their_refusal
         if both := ours & theirs:
@@ -106,11 +106,11 @@ def check_claim(place: Place) -> Finding:
         rival.pipe.send("claim")
         rival.receive()
         with suppress(BusyError):
-            claim(root, "doctor", None, disk=disk).release()
+            claim(root, "doctor", None).release()
             return found("FAILED", "a root that the other process owns was given to this one", consequence)
         rival.pipe.send("release")
         rival.receive()
-        claim(root, "doctor", None, disk=disk).release()
+        claim(root, "doctor", None).release()
     value = f"one owner at a time; {_RACES} files each made by one of {two}"
     if refusal:
         advice = "a run that is refused may report that, and not the run that is there"
@@ -118,12 +118,12 @@ def check_claim(place: Place) -> Finding:
     return found("ok", value)
 
 
-def _race(folder: Path, disk: Disk) -> tuple[set[int], str]:
+def _race(folder: Path) -> tuple[set[int], str]:
     """Return the files that this process made, and why not the others, if not because they exist."""
     won, refusal = set(), ""
     for number in range(_RACES):
         try:
-            disk.create_file(folder / f"race-{number}", b"x")
+            DISK.create_file(folder / f"race-{number}", b"x")
             won.add(number)
         except FileExistsError:
             pass
@@ -134,7 +134,7 @@ def _race(folder: Path, disk: Disk) -> tuple[set[int], str]:
     return won, refusal
 
 
-def rival_claims(pipe: Pipe, folder: Path, disk: Disk) -> None:
+def rival_claims(pipe: Pipe, folder: Path) -> None:
     """Task: do what the message says, and answer with the result."""
     held: Claim | None = None
     while True:
@@ -142,10 +142,10 @@ def rival_claims(pipe: Pipe, folder: Path, disk: Disk) -> None:
         result: object = None
         try:
             if task == "race":
-                won, refusal = _race(folder, disk)
+                won, refusal = _race(folder)
                 result = [sorted(won), refusal]
             elif task == "claim":
-                held = claim(folder / _ROOT, "doctor", None, disk=disk)
+                held = claim(folder / _ROOT, "doctor", None)
             elif held is not None:
                 held.release()
         except (OSError, CkptmanError) as error:
@@ -193,7 +193,7 @@ def check_locks(place: Place) -> Finding:
     return found("ok", f"flock and fcntl hold between {between}", **figures)
 
 
-def lock_when_told(pipe: Pipe, folder: Path, disk: Disk) -> None:
+def lock_when_told(pipe: Pipe, folder: Path) -> None:
     """Task: try to take the named lock, answer whether that worked, and give it back."""
     while True:
         kind = pipe.recv()
@@ -214,7 +214,7 @@ def check_direct(place: Place) -> Finding:
     """Check whether files can be written past the page cache, as saves do if they can."""
     from ckptman.storage.io.file_writer import FileWriter  # not at the top: it loads numpy, which the verb does without
 
-    with FileWriter(place.own / "direct", 0, disk=place.disk) as file:
+    with FileWriter(place.own / "direct", 0) as file:
         file.write(memoryview(mmap.mmap(-1, ALIGN_BYTES)), 0)
     if file.is_direct:
         return found("ok", "accepted", accepted=True)
@@ -226,10 +226,10 @@ def check_reserve(place: Place) -> Finding:
     """Check whether room can be reserved before it is written to."""
     path, size_bytes = place.own / "reserve", min(_RESERVE_BYTES, max(place.size_bytes, 4096))
     with path.open("wb") as file:
-        place.disk.reserve(file.fileno(), size_bytes)
-        place.disk.sync_file(file.fileno())
+        DISK.reserve(file.fileno(), size_bytes)
+        DISK.sync_file(file.fileno())
         taken = os.fstat(file.fileno()).st_blocks * 512
-    place.disk.remove_file(path)
+    DISK.remove_file(path)
     figures = {"reserved_bytes": size_bytes, "taken_bytes": taken}
     if taken >= size_bytes:
         return found("ok", "room for a file is taken before it is written", **figures)

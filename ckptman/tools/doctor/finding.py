@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from ckptman.policies import retention_rules
-from ckptman.storage.io.durable_files import DISK, Disk
 from ckptman.storage.io.mount import Mount
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ class Place:
     """How long a check repeats itself."""
     part_seconds: float = 10.0
     """The limit of a part of a check."""
-    disk: Disk = DISK
     found: dict[str, Finding] = field(default_factory=dict)
     """The findings so far, by name."""
     over: str = ""

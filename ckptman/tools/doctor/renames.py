@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
-from ckptman.storage.io.durable_files import Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.isolated_process import IsolatedProcess
 from ckptman.tools.doctor import second_client
 from ckptman.tools.doctor.finding import Finding, Place, found, why
@@ -79,7 +79,7 @@ class _Sight:
 
 
 _Act = Callable[[], None]
-_Changes = Callable[[Path, int, Disk], Iterator[tuple[_Change, _Act]]]
+_Changes = Callable[[Path, int], Iterator[tuple[_Change, _Act]]]
 
 
 @dataclass(frozen=True)
@@ -96,36 +96,36 @@ class Sort:
     late: str
 
 
-def _commits(folder: Path, number: int, disk: Disk) -> Iterator[tuple[_Change, _Act]]:
+def _commits(folder: Path, number: int) -> Iterator[tuple[_Change, _Act]]:
     """A commit; a commit over it, which first stands aside; a prune. Each is ready when it is yielded."""
     step, first, second = folder / f"step-{number}", 2 * number, 2 * number + 1
     draft, again = folder / f"step-{number}.tmp-1", folder / f"step-{number}.tmp-2"
     aside, trash = folder / f"step-{number}.old-2", folder / f"step-{number}.trash-3"
 
     def fill(path: Path, save: int) -> None:
-        disk.make_folder(path)
+        DISK.make_folder(path)
         for name in _NAMES:
             _fill(path / name, save)
 
     def replace() -> None:
-        disk.rename(step, aside)
-        disk.rename(again, step)
+        DISK.rename(step, aside)
+        DISK.rename(again, step)
 
     fill(draft, first)
-    yield _Change(step.name, draft.name, None, first), lambda: disk.rename(draft, step)
+    yield _Change(step.name, draft.name, None, first), lambda: DISK.rename(draft, step)
     fill(again, second)
     yield _Change(step.name, aside.name, first, second), replace
-    yield _Change(step.name, trash.name, second, None), lambda: disk.rename(step, trash)
+    yield _Change(step.name, trash.name, second, None), lambda: DISK.rename(step, trash)
     for path in folder.glob("step-*"):
-        disk.remove_tree(path)
+        DISK.remove_tree(path)
 
 
-def _replacements(folder: Path, number: int, disk: Disk) -> Iterator[tuple[_Change, _Act]]:
+def _replacements(folder: Path, number: int) -> Iterator[tuple[_Change, _Act]]:
     current, written = folder / "current.json", folder / "current.json.tmp"
     if number == 1:
         _fill(current, 0)
     _fill(written, number)
-    yield _Change(current.name, None, number - 1, number), lambda: disk.rename(written, current)
+    yield _Change(current.name, None, number - 1, number), lambda: DISK.rename(written, current)
 
 
 _DELETED = "by its path, a checkpoint that was deleted or saved again fails there for so long"
@@ -194,11 +194,11 @@ def check(sort: Sort, place: Place) -> Finding:
 def _watched(changes: _Changes, place: Place) -> _Sight:
     """Make changes while the other process looks, until one is wrong or not seen, or the time is over."""
     total, rounds = _Sight(), 0
-    with place.second.start(watch, place.own, place.disk) as watcher:
+    with place.second.start(watch, place.own) as watcher:
         deadline = time.monotonic() + place.repeat_seconds / 2
         while rounds < _ROUNDS and (rounds < _LEAST_ROUNDS or time.monotonic() < deadline):
             rounds += 1
-            for change, act in changes(place.own, rounds, place.disk):
+            for change, act in changes(place.own, rounds):
                 total.add(_watch_one(watcher, change, act, place.second.is_elsewhere))
                 if total.wrong or not total.is_seen:
                     return total
@@ -219,7 +219,7 @@ def _watch_one(watcher: IsolatedProcess, change: _Change, act: _Act, is_elsewher
     return sight
 
 
-def watch(pipe: Pipe, folder: Path, disk: Disk) -> None:
+def watch(pipe: Pipe, folder: Path) -> None:
     """Task: look at each change of a message, answer when looking begins, and then what was seen of the change."""
     while True:
         *fields, is_elsewhere, patience_seconds = pipe.recv()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckptman.errors import CkptmanError, ConfigError
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.isolated_process import IsolatedProcess, NoAnswer
 from ckptman.storage.io.mount import family_of
 from ckptman.tools.doctor.finding import Finding, Place, found, why
@@ -43,7 +43,7 @@ class Pipe(Protocol):
     def send(self, value: Any, /) -> None: ...
 
 
-Task = Callable[[Pipe, Path, Disk], None]
+Task = Callable[[Pipe, Path], None]
 """What the other process does, in a folder: it answers each message with one message, until it is killed. A function at
 the top of its module, by whose name another client finds it."""
 
@@ -71,10 +71,10 @@ class Second:
         return "clients" if self.command else "processes"
 
     @contextmanager
-    def start(self, task: Task, folder: Path, disk: Disk = DISK) -> Iterator[IsolatedProcess]:
+    def start(self, task: Task, folder: Path) -> Iterator[IsolatedProcess]:
         """Start it, and end it at the end of the block. Raises: ConfigError, where the command starts no process."""
         if not self.command:
-            with IsolatedProcess(lambda pipe: task(pipe, folder, disk), duplex=True) as other:
+            with IsolatedProcess(lambda pipe: task(pipe, folder), duplex=True) as other:
                 yield other
             return
         with IsolatedProcess(lambda pipe: _relay(pipe, self.command), duplex=True) as other:
@@ -106,7 +106,7 @@ def check_clients(place: Place) -> Finding:
         return found("unknown", "one host cannot see what other clients see, and when", f"name a second one: {EXAMPLE}")
     token = os.urandom(8).hex()
     with second.start(find_token, place.own) as other:
-        place.disk.write_file(place.own / _TOKEN, token.encode())
+        DISK.write_file(place.own / _TOKEN, token.encode())
         written = time.monotonic()
         other.pipe.send([token, PATIENCE_SECONDS])
         host, client, trouble = other.receive()
@@ -121,7 +121,7 @@ def check_clients(place: Place) -> Finding:
     return found("ok", f"{host} sees a new file after {seconds:.2g} s", **figures)
 
 
-def find_token(pipe: Pipe, folder: Path, disk: Disk) -> None:
+def find_token(pipe: Pipe, folder: Path) -> None:
     """Task: look for a file with these bytes, and tell the host, the client, and why it was not found."""
     while True:
         token, patience_seconds = pipe.recv()
@@ -204,7 +204,7 @@ def _main() -> None:
         module, _, function = name.partition(":")
         task: Task = getattr(importlib.import_module(module), function)
         lines.send("ready")
-        task(lines, Path(folder), DISK)
+        task(lines, Path(folder))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.file_reader import FileReader
 from ckptman.storage.io.mount import MEMORY, family_of
 from ckptman.storage.io.threads import ALIGN_BYTES, STRIDE_BYTES
@@ -58,7 +59,7 @@ def check_write(place: Place) -> Finding:
         return _not_measured()
     one = _write(place, 1)
     for path in place.own.glob("stream-*"):
-        place.disk.remove_file(path)
+        DISK.remove_file(path)
     return _bandwidth(place, "durable", "", one, _write(place, STREAMS))
 
 
@@ -88,9 +89,9 @@ def check_small_files(place: Place) -> Finding:
                 break
         return count, count / max(time.monotonic() - began, 1e-9)
 
-    count, made = rate(paths, lambda path: place.disk.write_file(path, data))
+    count, made = rate(paths, lambda path: DISK.write_file(path, data))
     _, looked = rate(paths[:count], os.stat)
-    _, removed = rate(paths[:count], place.disk.remove_file)
+    _, removed = rate(paths[:count], DISK.remove_file)
     told = (f"{each:,.0f}" if each >= 10 else f"{each:.2g}" for each in (made, looked, removed))
     value = "{} made and flushed, {} looked at, {} removed per s".format(*told)
     figures = {"files": count, "create_per_second": made, "stat_per_second": looked, "unlink_per_second": removed}
@@ -142,7 +143,7 @@ def _write(place: Place, streams: int) -> _Sample:
 
     def write(number: int) -> tuple[int, bool]:
         done = unflushed = 0
-        with FileWriter(place.own / f"stream-{number}", size, disk=place.disk, flags=os.O_EXCL) as file:
+        with FileWriter(place.own / f"stream-{number}", size, flags=os.O_EXCL) as file:
             # At least one call, so that there is a rate.
             while done < size and (not done or time.monotonic() < began + place.part_seconds):
                 piece = data[: min(len(data), size - done)]
@@ -156,7 +157,7 @@ def _write(place: Place, streams: int) -> _Sample:
 
     with ThreadPoolExecutor(streams) as pool:
         moved = list(pool.map(write, range(streams)))
-    place.disk.sync_folder(place.own)
+    DISK.sync_folder(place.own)
     seconds, count = time.monotonic() - began, sum(each for each, _ in moved)
     return _Sample(streams, count, count / max(seconds, 1e-9), all(direct for _, direct in moved))
 

@@ -120,7 +120,7 @@ def export(
             copied, are_tied = config_file(Path(config))
             extra.append(copied)
             tied = [*tied, *(_usual_pair(choice, tied) if are_tied else ())]
-        result = Exported(target, remarks=clear_leftovers(target, DISK))
+        result = Exported(target, remarks=clear_leftovers(target))
         choice = replace(choice, items=_untied(reader, choice.items, tied, result.remarks))
         plans = [*_plans(choice, format, max_shard_bytes, target, result.remarks), *extra]
         result.tensors, result.bytes = len(choice.items), sum(item.bytes for item in choice.items)
@@ -129,10 +129,10 @@ def export(
         draft = draft_of(target)
         try:
             if format == "torch":
-                write_files(draft.parent, [replace(plan, name=draft.name) for plan in plans], reader, DISK, done)
+                write_files(draft.parent, [replace(plan, name=draft.name) for plan in plans], reader, done)
             else:
                 DISK.make_folder(draft)
-                write_files(draft, plans, reader, DISK, done)
+                write_files(draft, plans, reader, done)
                 DISK.sync_folder(draft)
             check_unchanged()
             allowed()  # somebody may have made it meanwhile

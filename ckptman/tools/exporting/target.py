@@ -19,7 +19,7 @@ from ckptman.errors import ConfigError, CorruptError, ExistsError
 from ckptman.storage.catalog.writer_lock import Owner, process_lives, this_process
 from ckptman.storage.format.paths import MANIFEST, METADATA, data_name, parse_step
 from ckptman.storage.format.safetensors import INDEX_NAME, has_mark, is_file_name
-from ckptman.storage.io.durable_files import Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import open_regular
 
 Format = Literal["safetensors", "torch", "dcp"]
@@ -119,7 +119,7 @@ def draft_of(target: Path) -> Path:
     return target.with_name(f"{target.name}.tmp-{me.pid}-{_host(me)}-{me.start_ticks}-{me.nonce}")
 
 
-def clear_leftovers(target: Path, disk: Disk) -> list[str]:
+def clear_leftovers(target: Path) -> list[str]:
     """Remove what killed exports to the same target left, and return what to tell about it.
 
     What may belong to a running export stays, and so does an earlier export that has no successor; both are named.
@@ -136,7 +136,7 @@ def clear_leftovers(target: Path, disk: Disk) -> list[str]:
             told.append(f"{path} is what {target.name} was before an export that was killed: remove it")
         else:
             try:
-                disk.remove_tree(path)
+                DISK.remove_tree(path)
                 told.append(f"{name}, which an export left that was killed, was removed")
             except OSError as error:
                 told.append(f"{path}, which an export left that was killed, could not be removed ({error}): remove it")

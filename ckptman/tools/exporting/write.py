@@ -18,7 +18,6 @@ import torch
 from ckptman.engine.loading.box_reader import PIECE_BYTES, Batch, BoxReader, Shape, boxes, prefetched
 from ckptman.engine.state.file_layout import as_bytes, view_of
 from ckptman.errors import ConfigError
-from ckptman.storage.io.durable_files import Disk
 from ckptman.storage.io.file_writer import FileWriter
 from ckptman.tools.exporting.choice import CASTS, Item
 
@@ -59,9 +58,7 @@ def parts_of(item: Item, place: int, box: tuple[Shape, Shape] | None = None) -> 
         place += math.prod(sizes) * item.as_dtype.itemsize
 
 
-def write_files(
-    folder: Path, plans: Sequence[FilePlan], reader: BoxReader, disk: Disk, done: Callable[[int], None] | None
-) -> None:
+def write_files(folder: Path, plans: Sequence[FilePlan], reader: BoxReader, done: Callable[[int], None] | None) -> None:
     """Create the files and flush each to storage, but not the folder. `done` is told the bytes of tensors written.
 
     Raises: CorruptError naming file and tensor, ConfigError (a number that does not fit the dtype of a cast), OSError
@@ -70,7 +67,7 @@ def write_files(
     for plan in plans:
         # Pieces are written as they come, from any address, so not past the page cache.
         path, why = folder / plan.name, "an export is written in pieces of any size"
-        with FileWriter(path, plan.size_bytes, disk=disk, flags=os.O_EXCL, buffered_because=why) as file:
+        with FileWriter(path, plan.size_bytes, flags=os.O_EXCL, buffered_because=why) as file:
             _fill(file, plan, reader, done)
             file.flush()
 

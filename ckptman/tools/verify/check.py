@@ -150,15 +150,14 @@ def _note_load(report: VerifyReport, found: LoadReport) -> None:
 def remember(report: VerifyReport, entry: Entry) -> None:
     """Note beside the manifest what was proved, or found damaged. If that fails, it is a remark."""
     from ckptman.storage.catalog.verified import forget_verified, note_damaged, note_verified
-    from ckptman.storage.io.durable_files import DISK
 
     if report.identity is None or not (report.is_checked or report.is_damaged):
         return
     try:
         if report.is_damaged:
-            note_damaged(entry.path, report.identity, str([*report.damage, *report.problems][0]), DISK)
+            note_damaged(entry.path, report.identity, str([*report.damage, *report.problems][0]))
         elif report.problems_of_fit:
-            forget_verified(entry.path, DISK)
+            forget_verified(entry.path)
         else:
             loaded = [size for size, found in report.loads.items() if found.is_proof]
             note_verified(
@@ -168,7 +167,6 @@ def remember(report: VerifyReport, entry: Entry) -> None:
                 world_sizes=[size for size in loaded if report.mesh_of(size) is None],
                 meshes=[mesh for size in loaded if (mesh := report.mesh_of(size)) is not None],
                 plan_world_sizes=[plan.world_size for plan in report.plans],
-                disk=DISK,
             )
     except OSError as error:
         what = "that it was verified" if report.is_verified else "that it is damaged, and no longer verified,"

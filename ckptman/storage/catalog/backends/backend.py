@@ -13,7 +13,6 @@ from ckptman.errors import ConfigError, masked_address, plain
 from ckptman.policies.retention_rules import Record, RetentionPolicy
 from ckptman.storage.catalog.catalog import Entry, Until
 from ckptman.storage.catalog.rollback_records import Rollback
-from ckptman.storage.io.durable_files import DISK, Disk
 
 if TYPE_CHECKING:
     from ckptman.storage.catalog.backends.drafts import CopyDraft
@@ -97,13 +96,13 @@ class Backend(Protocol):
         """
 
 
-def open_backend(where: str | os.PathLike[str], disk: Disk = DISK) -> Backend:
+def open_backend(where: str | os.PathLike[str]) -> Backend:
     """Return the backend of a path or an address. Raises: ConfigError."""
     from ckptman.storage.catalog.backends.local import LocalBackend
     from ckptman.storage.catalog.backends.object_store import ObjectBackend
 
     url = find_url(os.fspath(where))
-    return ObjectBackend(url) if url is not None else LocalBackend(Path(where), disk)
+    return ObjectBackend(url) if url is not None else LocalBackend(Path(where))
 
 
 def find_url(written: str) -> str | None:

@@ -26,7 +26,7 @@ from ckptman.storage.catalog.reader_lease import lease, look, reading
 from ckptman.storage.catalog.rollback_records import Rollback, copy_rollbacks, read_abandoned, read_rollbacks
 from ckptman.storage.format.manifest import Manifest, read_manifest
 from ckptman.storage.format.paths import DOT, MANIFEST, run_folder
-from ckptman.storage.io.durable_files import DISK, Disk, check_held
+from ckptman.storage.io.durable_files import DISK, check_held
 from ckptman.storage.io.safe_open import read_regular
 
 if TYPE_CHECKING:
@@ -90,10 +90,9 @@ def check_expanded(path: Path) -> None:
 class LocalBackend:
     """Checkpoints in a folder of a local or parallel file system."""
 
-    def __init__(self, root: str | os.PathLike[str], disk: Disk = DISK) -> None:
+    def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
         self.where = str(self.root)
-        self.disk = disk
         """What it is written by."""
         self.catalogue = Catalog(self.root, remember=True)
         """What is there. It remembers what it has read, for who holds this place and saves to it."""
@@ -113,11 +112,11 @@ class LocalBackend:
         what = "made"
         try:
             if not is_there:
-                self.disk.make_folders(self.root)
+                DISK.make_folders(self.root)
             what = "flushed"
             # Who made it may have been killed before its name was durable: then all that is in it would go with it.
             with contextlib.suppress(PermissionError):  # where not even its names may be read, nobody could do it
-                self.disk.sync_folder(self.root.parent)
+                DISK.sync_folder(self.root.parent)
         except OSError as error:
             raise RootError(
                 error.errno or errno.EIO,
@@ -135,12 +134,12 @@ class LocalBackend:
         """Make the folder of a save, which nobody sees yet. `tag`: tells it from every other. Raises: OSError."""
         draft = self.root / f"{name}.tmp-{tag}"
         try:
-            self.disk.make_folder(draft)
+            DISK.make_folder(draft)
         except FileExistsError:
             raise
         except OSError:  # a server may have made it all the same
             with contextlib.suppress(OSError):
-                self.disk.remove_empty_folder(draft)
+                DISK.remove_empty_folder(draft)
             raise
         return str(draft)
 
@@ -151,8 +150,8 @@ class LocalBackend:
         """
         source = Path(draft)
         name, _, tag = source.name.rpartition(".tmp-")
-        self.disk.write_file(source / MANIFEST, manifest.to_json())
-        self.disk.sync_folder(source)
+        DISK.write_file(source / MANIFEST, manifest.to_json())
+        DISK.sync_folder(source)
         return Entry(manifest.step, self.publish(source, name, tag), manifest)
 
     def publish(self, source: Path, name: str, tag: str, *, replace: bool = True, nonce: str = "") -> Path:
@@ -176,8 +175,8 @@ class LocalBackend:
         try:
             if aside is not None:
                 # An earlier save of this step stands aside under a name that still counts until the new one is there.
-                self.disk.rename(final, aside)
-            self.disk.rename(source, final)
+                DISK.rename(final, aside)
+            DISK.rename(source, final)
         except BaseException as error:  # Ctrl-C too
             # A folder with something in it is never replaced by a rename: somebody made it this very moment.
             is_taken = isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
@@ -186,11 +185,11 @@ class LocalBackend:
             if aside is not None:
                 # Where it cannot go back it still counts. What failed first is what has to be told.
                 with contextlib.suppress(OSError):
-                    self.disk.rename(aside, final)
+                    DISK.rename(aside, final)
             raise
         finally:
             self.catalogue.forget(name)
-        self.disk.sync_folder(self.root)
+        DISK.sync_folder(self.root)
         if aside is not None and not stays:
             self._discard(aside, name, tag, nonce)
         return final
@@ -198,7 +197,7 @@ class LocalBackend:
     def abandon(self, draft: str) -> None:
         """Remove a draft. Never raises: what cannot be removed is a leftover."""
         try:
-            self.disk.remove_tree(Path(draft))
+            DISK.remove_tree(Path(draft))
         except OSError as error:
             _warn_of_left(draft, error)
 
@@ -219,7 +218,7 @@ class LocalBackend:
         return FolderSource(entry.path, entry.require_manifest())
 
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
-        return reading(entry.path, what=what, disk=self.disk)
+        return reading(entry.path, what=what)
 
     def receive(self, facts: SourceInfo) -> AbstractContextManager[CopyDraft]:
         from ckptman.storage.catalog.backends.local_draft import receive_in_folder
@@ -244,20 +243,20 @@ class LocalBackend:
     def create_note(self, name: str, data: bytes) -> bool:
         folder = run_folder(self.root)
         try:
-            self.disk.create_whole_file(folder / name, data)
+            DISK.create_whole_file(folder / name, data)
         except FileExistsError:
             return False
-        self.disk.sync_folder(folder)
+        DISK.sync_folder(folder)
         return True
 
     def write_note(self, name: str, data: bytes) -> None:
-        self.disk.replace_file(run_folder(self.root) / name, data)
+        DISK.replace_file(run_folder(self.root) / name, data)
 
     def rollbacks(self) -> Sequence[Rollback]:
         return list(read_rollbacks(self.root).values())
 
     def copy_rollbacks(self, rollbacks: Sequence[Rollback]) -> None:
-        copy_rollbacks(rollbacks, self.root, self.disk)
+        copy_rollbacks(rollbacks, self.root)
 
     def make_tier(self) -> None:
         self._check_answers()
@@ -268,7 +267,7 @@ class LocalBackend:
                 f"If so, make that folder by hand",
             )
         self.make()
-        self.disk.make_folder_if_missing(run_folder(self.root))
+        DISK.make_folder_if_missing(run_folder(self.root))
 
     def check_there(self) -> None:
         self._check_answers()
@@ -279,30 +278,30 @@ class LocalBackend:
             )
 
     def settle(self) -> None:
-        self.disk.sync_folder(self.root)
+        DISK.sync_folder(self.root)
 
     def prune(self, policy: RetentionPolicy | None, is_meant: Callable[[Sequence[Record]], bool]) -> None:
         from ckptman.storage.catalog.prune import execute, plan_prune  # they carry out what they plan with this class
 
-        with lease(self.root, [], what="prune", disk=self.disk) as nonce:
+        with lease(self.root, [], what="prune") as nonce:
             found = plan_prune(self.root, policy)
             if is_meant([each.record for each in found.verdicts]):
-                execute(self.root, found, tag=nonce or f"drain{os.urandom(4).hex()}", disk=self.disk)
+                execute(self.root, found, tag=nonce or f"drain{os.urandom(4).hex()}")
 
     def remove(self, path: Path, name: str, tag: str) -> None:
         """Rename what lies under this root to a trash name of `name`, then remove it. Gone already: no error."""
         if (trash := self.hide(path, name, tag)) is not None:
-            self.disk.remove_tree(trash)
+            DISK.remove_tree(trash)
 
     def hide(self, path: Path, name: str, tag: str) -> Path | None:
         """Rename what lies under this root to a trash name of `name`, which nobody sees. None: it is gone already."""
         trash = self.root / f"{name}.trash-{tag}"
         try:
-            self.disk.rename(path, trash)
+            DISK.rename(path, trash)
         except FileNotFoundError:
             return None
         # Durable before a byte goes: a power cut must not bring back the name without its files.
-        self.disk.sync_folder(self.root)
+        DISK.sync_folder(self.root)
         return trash
 
     def put_back(self, trash: Path, path: Path) -> bool:
@@ -310,10 +309,10 @@ class LocalBackend:
         if os.path.lexists(path):
             return False
         try:
-            self.disk.rename(trash, path)
+            DISK.rename(trash, path)
         except OSError:
             return False
-        self.disk.sync_folder(self.root)
+        DISK.sync_folder(self.root)
         return True
 
     def _check_answers(self) -> None:

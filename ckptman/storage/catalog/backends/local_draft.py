@@ -36,7 +36,7 @@ from ckptman.storage.catalog.writer_lock import (
 )
 from ckptman.storage.format.manifest import missing_file, read_manifest
 from ckptman.storage.format.paths import DOT, MANIFEST, new_nonce
-from ckptman.storage.io.durable_files import Disk, holding
+from ckptman.storage.io.durable_files import DISK, holding
 from ckptman.storage.io.failure_cause import FULL
 from ckptman.storage.io.file_scan import Scanned, Stamp, scan, stamp_of
 from ckptman.storage.io.file_writer import FileWriter
@@ -63,7 +63,7 @@ class FolderDraft:
     in_place, in_order, writers = False, False, 0
 
     def __init__(self, place: LocalBackend, facts: SourceInfo, nonce: str) -> None:
-        self._place, self._facts, self._disk, self._nonce = place, facts, place.disk, nonce
+        self._place, self._facts, self._nonce = place, facts, nonce
         self._folder = place.root / f"{facts.name}.tmp-copy-{facts.tag}"
         self._final = place.root / facts.name
         self._claim: Claim | None = None
@@ -104,11 +104,11 @@ class FolderDraft:
     def settle(self) -> Sequence[str]:
         # Who made it visible may have been killed before that was durable, and now the original may go.
         for folder in (self._final, self._place.root):
-            self._disk.sync_folder(folder)
+            DISK.sync_folder(folder)
         if (self._final / DOT).is_dir():  # a copy was killed when it had nothing left to do but this
-            self._disk.remove_tree(self._final / DOT)
+            DISK.remove_tree(self._final / DOT)
         if self._facts.pinned is not None and not os.path.lexists(self._final / PINNED):
-            self._disk.replace_file(self._final / PINNED, self._facts.pinned)
+            DISK.replace_file(self._final / PINNED, self._facts.pinned)
         self._clear_others()
         root = self._place.root
         known = {each.id for each in read_rollbacks(root).values()}
@@ -117,7 +117,7 @@ class FolderDraft:
             who = f"a run is at work (host {owner.host}, pid {owner.pid})"
             return [f"what was abandoned {later[-1]} still counts in {root}, where {who}: copy again once it has ended"]
         if later:
-            copy_rollbacks(later, root, self._disk)
+            copy_rollbacks(later, root)
         return []
 
     def _check_free(self) -> None:
@@ -142,9 +142,9 @@ class FolderDraft:
                     sizes[item.name] = min(status.st_size, self._facts.sizes[item.name])
                 elif item.is_dir(follow_symlinks=False):
                     if item.name != DOT:
-                        self._disk.remove_tree(Path(item.path))
+                        DISK.remove_tree(Path(item.path))
                 else:
-                    self._disk.remove_file(Path(item.path))
+                    DISK.remove_file(Path(item.path))
         self._check_room()
         return sizes
 
@@ -164,7 +164,7 @@ class FolderDraft:
 
     def writer(self, name: str, size: int) -> Writing:
         is_large = self.piece_bytes() % ALIGN_BYTES == 0 and size >= ALIGN_BYTES
-        return _FolderWriting(self._folder / name, size, is_large, self._disk)
+        return _FolderWriting(self._folder / name, size, is_large)
 
     def put_in_order(self, name: str, pieces: Callable[[], Iterator[memoryview]]) -> None:
         raise NotImplementedError  # see `in_order`
@@ -190,7 +190,7 @@ class FolderDraft:
 
     def uncache(self, *, final: bool) -> bool:
         # Who brought what is there already may not have flushed it.
-        return drop_all(self._final if final else self._folder, self._facts.sizes, self._disk if final else None)
+        return drop_all(self._final if final else self._folder, self._facts.sizes, flush=final)
 
     def publish(self, replace: bool) -> str:
         assert self._claim is not None
@@ -198,13 +198,13 @@ class FolderDraft:
         # Asked again: all this may have taken hours.
         self._check_free()
         # Before it can be the newest there.
-        copy_rollbacks(self._facts.rollbacks, self._place.root, self._disk)
+        copy_rollbacks(self._facts.rollbacks, self._place.root)
         # Who was stopped for long is taken for dead, and what it has sealed is opened again by who takes it over.
         with _telling_who_copies(self._place.root):
             self._claim.check()
         tag = f"copy-{new_nonce()}"
         final = self._place.publish(self._folder, self._facts.name, tag, replace=replace, nonce=self._nonce)
-        self._disk.remove_tree(final / DOT)
+        DISK.remove_tree(final / DOT)
         self._clear_others()
         return str(final)
 
@@ -224,9 +224,9 @@ class FolderDraft:
                     owner = read_owner(other)
                     if owner is None or process_lives(owner) is False:
                         with _claimed(other, self._place):
-                            self._disk.remove_tree(other)
+                            DISK.remove_tree(other)
                 elif os.path.lexists(self._final):  # what was replaced by that
-                    self._disk.remove_tree(other)
+                    DISK.remove_tree(other)
 
     def _seal(self) -> None:
         """What is beside the files, the manifest, and the note of what was proved: the last things that are written."""
@@ -236,13 +236,13 @@ class FolderDraft:
         if self._facts.manifest is not None:
             written[MANIFEST] = self._facts.data
         for name, data in written.items():
-            self._disk.write_file(self._folder / name, data)
+            DISK.write_file(self._folder / name, data)
         drop_all(self._folder, {name: len(data) for name, data in written.items()})
         for name, data in written.items():
             if read_regular(self._folder / name, len(data) + 1) != data:
                 raise NotReadBackError(self._folder, (f"{name} has other bytes",))
         self._note(self._folder)
-        self._disk.sync_folder(self._folder)
+        DISK.sync_folder(self._folder)
 
     def _note(self, folder: Path) -> None:
         """Note that every byte was read back. What was proved of the original holds of the very same bytes."""
@@ -257,17 +257,15 @@ class FolderDraft:
                 world_sizes=proved.world_sizes if proved else (),
                 meshes=proved.meshes if proved else (),
                 plan_world_sizes=proved.plan_world_sizes if proved else (),
-                disk=self._disk,
             )
 
 
 class _FolderWriting:
-    def __init__(self, path: Path, size: int, is_large: bool, disk: Disk) -> None:
+    def __init__(self, path: Path, size: int, is_large: bool) -> None:
         self._size, self._is_large, self.buffered_because = size, is_large, ""
         self._writer = FileWriter(
             path,
             size,
-            disk=disk,
             flags=os.O_NOFOLLOW | os.O_NONBLOCK,
             buffered_because=None if is_large else "it is not in whole pages",
         )
@@ -298,7 +296,7 @@ def receive_in_folder(place: LocalBackend, facts: SourceInfo) -> Iterator[Folder
         place.make()
         names = [f"{facts.name}.tmp-copy-{facts.tag}", facts.name]
         held = holding(place.root, through_link=True)
-        with held, lease(place.root, names, what="copy", disk=place.disk) as nonce:
+        with held, lease(place.root, names, what="copy") as nonce:
             yield FolderDraft(place, facts, nonce)
     except CkptmanError:
         raise
@@ -317,13 +315,13 @@ def receive_in_folder(place: LocalBackend, facts: SourceInfo) -> Iterator[Folder
 def _claimed(draft: Path, place: LocalBackend) -> Iterator[Claim]:
     """The draft is ours alone: made if there is none. Raises: BusyError."""
     if draft.is_symlink():  # through it, what lies elsewhere would be tidied up
-        place.disk.remove_file(draft)
+        DISK.remove_file(draft)
     for attempt in range(_ATTEMPTS):
         with contextlib.suppress(FileExistsError):
             place.begin(*draft.name.split(".tmp-", 1))
         try:
             with _telling_who_copies(place.root):
-                held = claim(draft, "copy", os.environ.get("SLURM_JOB_ID"), disk=place.disk)
+                held = claim(draft, "copy", os.environ.get("SLURM_JOB_ID"))
             break
         except RootError as error:
             # The draft was made visible, or cleared, this very moment?

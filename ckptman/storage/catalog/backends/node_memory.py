@@ -31,7 +31,7 @@ from ckptman.errors import CkptmanError, ConfigError, CorruptError, plain
 from ckptman.storage.format.manifest import FORMAT_VERSION, Manifest, parse_manifest, parse_versioned
 from ckptman.storage.format.paths import MANIFEST, parse_data, parse_step, step_folder, user_folder
 from ckptman.storage.format.sealed_json import SealError, seal, unseal
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
 
 SLOTS = "slots"
@@ -153,17 +153,17 @@ class NodeMemory:
         node: name of this node: nodes that share a disk keep apart.
     """
 
-    def __init__(self, base: Path, root_id: str, node: str, disk: Disk = DISK) -> None:
-        self.base, self.root_id, self.node, self.disk = base, root_id, node, disk
+    def __init__(self, base: Path, root_id: str, node: str) -> None:
+        self.base, self.root_id, self.node = base, root_id, node
         self.folder = user_folder(base) / f"{root_id}-{node.replace('/', '_')}"
         self.slots = self.folder / SLOTS
         self._alive: int | None = None
 
     @classmethod
-    def at(cls, folder: Path, disk: Disk = DISK) -> NodeMemory:
+    def at(cls, folder: Path) -> NodeMemory:
         """Return what lies in a folder that `found_on` gave."""
         root_id, _, node = folder.name.partition("-")
-        return cls(folder.parent.parent, root_id, node, disk)
+        return cls(folder.parent.parent, root_id, node)
 
     def open(self, owner: Owner) -> None:
         """Make the folder where it is missing, and hold it as long as this process lives.
@@ -175,9 +175,9 @@ class NodeMemory:
             for folder in (self.folder.parent, self.folder, self.slots):
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir(_MODE)
-                    self.disk.sync_folder(folder.parent)
+                    DISK.sync_folder(folder.parent)
                 check_private(folder)
-            self.disk.replace_file(self.folder / _OWNER, seal(owner.model_dump_json(indent=1).encode()))
+            DISK.replace_file(self.folder / _OWNER, seal(owner.model_dump_json(indent=1).encode()))
             self._alive = os.open(self.folder / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             fcntl.flock(self._alive, fcntl.LOCK_SH)
             _held.add(self._alive)
@@ -257,22 +257,22 @@ class NodeMemory:
 
     def commit(self, step: int, manifest: bytes) -> None:
         """Make it a checkpoint. Raises: OSError."""
-        self.disk.replace_file(self.path_of(step) / MANIFEST, manifest)
-        self.disk.sync_folder(self.folder)
+        DISK.replace_file(self.path_of(step) / MANIFEST, manifest)
+        DISK.sync_folder(self.folder)
 
     def drop(self, step: int) -> None:
         """Remove a checkpoint, its manifest first: what is left is none at any moment. Raises: OSError."""
         folder = self.path_of(step)
-        self.disk.remove_file(folder / MANIFEST)
-        self.disk.remove_tree(folder)
+        DISK.remove_file(folder / MANIFEST)
+        DISK.remove_tree(folder)
 
     def clear(self) -> None:
         """Remove the folder and all that is in it. Raises: OSError."""
         self.close()
         for part in self.parts():
             self.drop(part.step)
-        self.disk.remove_tree(self.folder)
-        self.disk.remove_empty_folder(self.folder.parent)
+        DISK.remove_tree(self.folder)
+        DISK.remove_empty_folder(self.folder.parent)
 
     @property
     def age_seconds(self) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptman.storage.io.durable_files import Disk
+from ckptman.storage.io.durable_files import DISK
 
 _ATTEMPTS = 4
 _PAUSE_SECONDS = 0.01
@@ -38,7 +38,7 @@ def drop(fd: int, size: int, attempts: int = _ATTEMPTS) -> bool:
     return False
 
 
-def drop_all(folder: Path, sizes: dict[str, int], flush: Disk | None = None) -> bool:
+def drop_all(folder: Path, sizes: dict[str, int], flush: bool = False) -> bool:
     """Take files out of the page cache of this host; whether some of one may have stayed in it.
 
     `flush`: before that, as who brought them may not have done it. Raises: OSError, where that fails.
@@ -52,8 +52,8 @@ def drop_all(folder: Path, sizes: dict[str, int], flush: Disk | None = None) -> 
         except OSError:
             continue  # the verification will tell
         try:
-            if flush is not None:
-                flush.sync_file(fd)
+            if flush:
+                DISK.sync_file(fd)
             # Where one stays, all may: then none is waited for.
             stayed = not drop(fd, size, 1 if stayed else _ATTEMPTS) or stayed
         finally:

@@ -14,7 +14,6 @@ from ckptman.storage.catalog.catalog import Entry, Until, commit_order, mark
 from ckptman.storage.catalog.rollback_records import abandoned_by, read_rollbacks
 from ckptman.storage.catalog.tier_identity import check_tier
 from ckptman.storage.catalog.tiers import absolute, check_tiers, make_tiers, open_tier, read_drained
-from ckptman.storage.io.durable_files import DISK, Disk
 
 
 class TieredBackend(LocalBackend):
@@ -26,18 +25,18 @@ class TieredBackend(LocalBackend):
     Raises: ConfigError where tiers cannot be those of the root.
     """
 
-    def __init__(self, root: Path, tiers: Sequence[Tier], disk: Disk = DISK, *, strict: bool = False) -> None:
-        super().__init__(root, disk)
+    def __init__(self, root: Path, tiers: Sequence[Tier], *, strict: bool = False) -> None:
+        super().__init__(root)
         self.tiers = tuple(absolute(tier) for tier in tiers)
         check_tiers(self.root, self.tiers)
-        self._places = [open_tier(tier, disk) for tier in self.tiers]
+        self._places = [open_tier(tier) for tier in self.tiers]
         self._strict = strict
         self._highest = 0
         self._elsewhere: dict[str, Backend] = {}
 
     def make(self, *, is_there: bool = False) -> None:
         super().make(is_there=is_there)
-        make_tiers(self.root, self.tiers, self.disk)
+        make_tiers(self.root, self.tiers)
 
     def list(self, *, abandoned: bool = False, step: int | None = None, until: Until | None = None) -> list[Entry]:
         """What is in the root and in the tiers. What a rollback left behind in one of them is so everywhere.
@@ -106,8 +105,8 @@ class TieredBackend(LocalBackend):
         return self._elsewhere[entry.where], not another
 
 
-def backend_for(root: Path, tiers: Sequence[Tier], disk: Disk) -> LocalBackend:
+def backend_for(root: Path, tiers: Sequence[Tier]) -> LocalBackend:
     """Where a run saves. Raises: ConfigError."""
     if isinstance(tiers, str | Tier) or not all(isinstance(tier, Tier) for tier in tiers):
         raise ConfigError(f"tiers: give a list of ckptman.Tier(...), not {tiers!r}")
-    return TieredBackend(root, tiers, disk) if tiers else LocalBackend(root, disk)
+    return TieredBackend(root, tiers) if tiers else LocalBackend(root)
