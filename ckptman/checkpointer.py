@@ -7,7 +7,7 @@ import copy
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -237,20 +237,24 @@ class Checkpointer:
         with starting, contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever happens
             self._watchdog = RankWatchdog(watchdog, self._control, root)
             undone.callback(self._watchdog.close)
+            self._listening = undone.enter_context(contextlib.ExitStack())
             self._backend = backend_for(root, tiers)
             self._session = RunSession.open(self._control, self._backend, run_id, total_step_number(total_steps))
             undone.callback(self._session.release)
-            self._listening = undone.enter_context(contextlib.ExitStack())
+            undone.callback(self._watchdog.close)  # before tiers are filled, which may take long
             self._signals = self._listen(signals)
             with failing_as_one():
                 end = self._control.run_on_leader(
                     lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
                 )
             self._notes = RunNotes(notify, self._session, os.environ)
+            undone.callback(self._notes.close)
             self._watchdog.opened(self._control, self._session, self._notes)
             self._timeout_seconds, self._nonfinite = timeout_seconds, nonfinite
+            self._working = undone.enter_context(contextlib.ExitStack())
+            """What works behind the training."""
             self._hooks = OptimizerHooks(self._state)
-            undone.callback(self._hooks.close)
+            self._working.callback(self._hooks.close)
             self._saver = Saver(
                 self._backend,
                 Channel(timeout_seconds),
@@ -264,13 +268,14 @@ class Checkpointer:
                 nonfinite=nonfinite,
                 keep_warm=keep_warm,
             )
-            undone.callback(self._saver.close)
+            self._working.callback(self._saver.close)
             self._memory = None
             if memory is not None:
                 channel = partial(Channel, timeout_seconds)
                 self._memory = RunMemory.open(memory, self._control, self._session, self._saver, nonfinite, channel)
             if self._memory is not None:
                 undone.callback(self._memory.close)
+                self._working.callback(self._memory.saves.close)
             self._timings = Timings(process_started(), end, durable_seconds=self._session.save_seconds)
             self._hooks.before_step = self._timings.stall.around(self._saver.wait_staged)
             self._reporter: StepReporter | None = None
@@ -280,7 +285,7 @@ class Checkpointer:
                 self._reporter = StepReporter(
                     self._session, self._control.world_size, trackers, self._timings.stall, outlook
                 )
-                undone.callback(self._reporter.close)
+                self._working.callback(self._reporter.close)
             self._recorder = StepRecorder(self._state, self._hooks)
             self._consensus = StepConsensus(
                 self._control,
@@ -299,8 +304,8 @@ class Checkpointer:
                     thresholds, self._control, self._session, self._watchdog, self._timings, values
                 )
                 self._saver.report_health(self._health)
-                undone.callback(self._health.close)
-            self._held = contextlib.ExitStack()
+                self._working.callback(self._health.close)
+            self._held = self._working.enter_context(contextlib.ExitStack())
             """Keeps the checkpoint that the run went on from, as long as the run lasts."""
             self._restored_from: int | None = None
             in_memory = self._memory is not None and self._memory.restore.finds_any()
@@ -459,7 +464,7 @@ class Checkpointer:
         self._restored_from, self._ready = found, True
         self._last, self._stepped, self._rehearsed = None, False, False
         self._held.close()
-        self._held = restorer.held
+        self._held.enter_context(restorer.held)
         self._saver.retention.damaged = restorer.damaged
         on_disk = age_on_disk(self._session, restorer.on_disk) if restorer.from_memory else None
         self._timings.start(found or 0, found is not None, on_disk)
@@ -714,18 +719,13 @@ class Checkpointer:
         else:  # it is saved, if stops are
             self._stop = reason
         self._wait()
-        self._closed = True
-        try:
+        with self._closing():
             self._write_the_end()
-        except BaseException:  # Ctrl-C: a notebook's next cell finds the root free
-            self._watchdog.close()
-            self._session.release(fill_tiers=False)
-            raise
-        finally:
-            self._let_go()
+        self._control.close()
+        self._saver.channel.close()
 
     def _write_the_end(self) -> None:
-        """Write the outcome, and stop all that works behind the training."""
+        """Write the outcome, and stop all that works behind the training; nobody leaves before all have."""
         self._watchdog.beat("save", self._timings.previous_step)
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
         code = EXIT_OK if self._stop is None else EXIT_AGAIN
@@ -738,19 +738,13 @@ class Checkpointer:
 
         self._session.end(state, step, reason, code, last_words, stall_seconds=self._timings.stall.seconds)
         self._held.close()
-        if self._memory is not None:
-            self._memory.saves.close()
-        self._saver.close(tidy=True)
-        self._hooks.close()
-        # Nobody leaves before the outcome is on disk: a launcher may kill the others when the first one exits.
+        self._saver.retention.end()
+        self._working.close()
+        # A launcher may kill the others when the first one exits.
         newest = self._control.run_on_leader(partial(newest_on_disk, self._backend)) if self._memory else (0, 0)
         self._control.gather(None)
         if self._memory is not None:
-            self._memory.close_if_newer(newest)
-        self._watchdog.close()
-        self._session.release()
-        self._control.close()
-        self._saver.channel.close()
+            self._memory.clear_if_on_disk(newest)
 
     def _save_the_end(self, stop: str | None) -> None:
         """Save the last step if it is not saved, as `step` saw it, or not at all: its name would be a lie then."""
@@ -1021,29 +1015,25 @@ class Checkpointer:
 
     # ---- closing -----------------------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
-        """Be closed: nothing is told at exit, and signals that were taken here are given back."""
-        self._left_open.detach()
-        self._opened.forget()
-        with contextlib.ExitStack() as rest:
-            rest.callback(self._listening.close)
-            rest.callback(self._notes.close)
-            if self._reporter is not None:
-                self._reporter.close()
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Close all that `__init__` has opened, in the reverse order, when the block has written how the run ended."""
+        self._closed = True
+        try:
+            yield
+        except BaseException:  # Ctrl-C
+            self._session.ended = "failed"
+            raise
+        finally:
+            self._left_open.detach()
+            self._opened.close()
 
     def _fail(self, error: BaseException) -> None:
         """End with an error: do nothing that needs the other ranks, who may be gone."""
         if self._closed:
             return
-        self._closed = True
-        try:
+        with self._closing():
             self._write_the_failure(error)
-        except BaseException:
-            self._watchdog.close()
-            self._session.release(fill_tiers=False)
-            raise
-        finally:
-            self._let_go()
 
     def _write_the_failure(self, error: BaseException) -> None:
         self._session.blame(error)
@@ -1062,10 +1052,3 @@ class Checkpointer:
                 self._health.close()
 
         self._session.fail(self._last_step, error, last_words, stall_seconds=self._timings.stall.seconds)
-        self._held.close()
-        if self._memory is not None:
-            self._memory.close()
-        self._saver.close()
-        self._hooks.close()
-        self._watchdog.close()
-        self._session.release()

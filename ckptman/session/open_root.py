@@ -56,18 +56,20 @@ class OpenRoot:
             # Not an Exception: a crash would make what it was restored from a suspect.
             end(SystemExit("a later Checkpointer of the same process took over"))
 
-    def forget(self) -> None:
-        """Note that it was closed in order."""
-        if self.here.get(self._root) is self:
-            del self.here[self._root]
+    def close(self) -> None:
+        """Give back the root, and all that comes with it."""
+        try:
+            self.held.close()
+        finally:
+            if self.here.get(self._root) is self:
+                del self.here[self._root]
 
-    def give_back(self) -> None:
-        """Give back the root. In a thread of its own: whichever thread collects garbage may be one that is ended."""
+    def close_in_thread(self) -> None:
+        """Give it back in a thread of its own: whichever thread collects garbage may be one that is ended."""
 
         def work() -> None:
             with contextlib.suppress(Exception):
-                self.held.close()
-            self.forget()
+                self.close()
 
         if threading.main_thread().is_alive():  # else the process ends, which gives back all
             self._thread = threading.Thread(target=work, name="ckptman-give-back", daemon=True)
@@ -79,7 +81,7 @@ def tell_left_open(where: str, opened: OpenRoot, listening: contextlib.ExitStack
     if os.getpid() != opened.pid:
         return
     listening.close()
-    opened.give_back()
+    opened.close_in_thread()
     if getattr(sys, "last_value", None) is None:  # else the process ends by an error, and that has been printed
         tell(
             f"the run in {where} ends without close(): it leaves no outcome for a chain to go by, and its last step "

@@ -86,14 +86,13 @@ class RunMemory:
             )
         return found
 
-    def close_if_newer(self, disk: tuple[int, int]) -> None:
-        """Let go of what is in memory, and remove it where the disk is as new. Every rank calls it, when all are done.
+    def clear_if_on_disk(self, newest: tuple[int, int]) -> None:
+        """Remove what is in memory where the disk is as new. Every rank calls it, when all have closed `saves`.
 
-        `disk`: attempt and step of the newest checkpoint there.
+        `newest`: attempt and step of the newest checkpoint on disk.
         """
-        if all(part.order <= disk for part in self._node.parts()):
+        if all(part.order <= newest for part in self._node.parts()):
             self.saves.clear()
-        self._node.close()
         self.saves.channel.close()
 
     def plan(self, control: Channel, saver: Saver) -> None:

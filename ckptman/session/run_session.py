@@ -293,10 +293,10 @@ class RunSession:
             asked=asked,
         )
 
-    def release(self, *, fill_tiers: bool = True) -> None:
+    def release(self) -> None:
         """Close the journal and give the root free; before that, where the run is finished, fill the tiers."""
         if self.drainer is not None:
-            self.drainer.close(finish=fill_tiers and self.ended == "finished")
+            self.drainer.close(finish=self.ended == "finished")
         if self.journal is not None:
             self.journal.close()
         if self.claim is not None:

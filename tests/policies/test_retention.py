@@ -358,7 +358,8 @@ def test_a_run_warns_once_and_waits_for_the_metric(policy, metrics, left, warnin
     assert [warning in each for each in told] == ([] if warning is None else [True])
     if len(left) == len(metrics):  # what is kept while the metric is awaited does not make room either
         assert not keeper.make_room(SaveInfo(4, "every step"), "no space")
-    keeper.close(tidy=True)
+    keeper.end()
+    keeper.close()
     held.release()
     journal.close()
     assert steps_of(Catalog(tmp_path).scan()) == left

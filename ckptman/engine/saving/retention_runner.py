@@ -111,11 +111,14 @@ class RetentionRunner:
             )
         return bool(waiting) or freed_bytes > 0
 
-    def close(self, *, tidy: bool) -> None:
-        """Remove what is left to remove, as far as it goes in half a minute. `tidy`: the run ended as it should, so the
-        rules judge what it went on from, if it has saved anything since."""
-        if tidy and self._has_saved:
+    def end(self) -> None:
+        """Have the rules judge what the run went on from too, if it has saved anything since. The run ended as it
+        should, and no save is running."""
+        if self._has_saved:
             self.prune()
+
+    def close(self) -> None:
+        """Remove what is left to remove, as far as it goes in half a minute."""
         self._remover.close(_CLOSE_SECONDS)
 
     def _carry_out(self, remove: Callable[..., None], coming: Record | None = None) -> tuple[Pruned, list[int]]:

@@ -449,13 +449,13 @@ class Saver:
             reports.append(self._running.popleft().result())
         return reports
 
-    def close(self, *, tidy: bool = False) -> None:
-        """Stop the background threads. What runs is waited for. `tidy`: the run ended as it should."""
+    def close(self) -> None:
+        """Stop the background threads. What runs is waited for."""
         if self._stager is not None:
             self._stager.saves.close()
             self._stager.close()
         self._writer.close()
-        self.retention.close(tidy=tidy)
+        self.retention.close()
 
     def _may_overlap(self, memory: Sequence[torch.Tensor]) -> bool:
         """Return whether optimizer steps alone change what they change, and each of them waits before it does."""

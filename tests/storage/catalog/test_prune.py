@@ -443,7 +443,7 @@ def test_a_run_says_what_cannot_be_put_back_and_goes_on(root):
         save(root, 400)
         keeper.prune()
         assert is_whole(trash(root)), "not even for the one who took it"
-        keeper.close(tidy=False)
+        keeper.close()
     assert sorted(holds(root)) == [400]
     journal.close()
     claimed.release()
@@ -473,7 +473,7 @@ def test_what_is_removed_while_a_run_plans_is_no_leftover(root, monkeypatch):
     save(root, 400)
     keeper.prune()
     assert may_remove.is_set()
-    keeper.close(tidy=False)
+    keeper.close()
     journal.close()
     claimed.release()
     assert {each["event"] for each in read_journal(root / "journal.jsonl")[0]} == {"pruned"}
