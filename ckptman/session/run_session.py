@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import torch
 
 from ckptman.engine.comm.control_group import AllRanks, Channel, failing_as_one
-from ckptman.engine.saving.writer import SaveInfo
+from ckptman.engine.saving.draft import SaveInfo
 from ckptman.engine.state.named_state import Snapshot, mesh_of
 from ckptman.errors import (
     CkptmanError,

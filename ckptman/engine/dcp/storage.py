@@ -36,10 +36,11 @@ from torch.futures import Future
 from ckptman._torch_compat import StorageInfo, StoragePrefix, unflattened
 from ckptman.engine.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.engine.loading.read_tensors import NOT_USABLE, Fill, read_fills
+from ckptman.engine.saving.draft import Draft, SaveInfo
 from ckptman.engine.saving.index_writer import IndexWriter, RankResult, write_small
 from ckptman.engine.saving.refused_values import warn_of_refused
 from ckptman.engine.saving.write_plan import Described, lay_out, make_rows, refuse_meta
-from ckptman.engine.saving.writer import Draft, SaveInfo, write_rank_files
+from ckptman.engine.saving.writer import write_rank_files
 from ckptman.engine.state.file_layout import Image, Layout, PlacedBytes, pickled
 from ckptman.engine.state.local_shards import is_plain
 from ckptman.engine.state.named_state import Snapshot, snapshot_of

@@ -8,33 +8,29 @@ go, and its slot is staged in again.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ckptman.engine.comm.control_group import Channel, RankFailed
 from ckptman.engine.comm.peers import Place, losable_nodes, receivers
+from ckptman.engine.saving.draft import SaveInfo, manifest_of
 from ckptman.engine.saving.finite_check import OnNonfinite
 from ckptman.engine.saving.part_exchange import PartExchange
 from ckptman.engine.saving.staging import RESERVE_BYTES, Slot, Staged, Stager
-from ckptman.engine.saving.writer import CheckpointWriter, Committed, Content, Draft, SaveInfo, SaveReport
-from ckptman.engine.state.file_layout import Image
+from ckptman.engine.saving.writer import CheckpointWriter, Content, FailedStage, SaveReport
 from ckptman.errors import CkptmanError, RankLostError
 from ckptman.policies.memory_tier import MemoryTier
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.storage.catalog.backends.node_memory import NodeMemory
-from ckptman.storage.catalog.catalog import Entry
+from ckptman.storage.catalog.catalog import Catalog, Entry
 from ckptman.storage.format.manifest import FileRecord, Manifest, Nonfinite, parse_manifest
 from ckptman.storage.format.paths import new_nonce, values_name
 from ckptman.storage.io.durable_files import DISK
-from ckptman.storage.io.file_writer import InPlace, Written, write_all
-from ckptman.storage.io.finite_scan import FiniteScan
-from ckptman.storage.io.threads import Task, Worker, computing_threads, io_threads
+from ckptman.storage.io.threads import Task, Worker
 
 _TRIES = 3
 """After so many saves in a row that failed nothing is saved to memory any more."""
@@ -75,7 +71,7 @@ class MemorySaves:
         self._receivers = receivers(places, tier.copies)
         self._exchange = PartExchange(channel, node.slots, self._receivers, durable=not in_memory)
         # What is not finite is for the save to disk to refuse.
-        self._writer = _MemoryWriter(node, self._is_first, "keep" if nonfinite == "refuse" else nonfinite)
+        self._writer = CheckpointWriter("keep" if nonfinite == "refuse" else nonfinite)
         self._worker = Worker("ckptman-memory")
         self._running: Task[SaveReport] | None = None
         self._staging: Slot | None = None
@@ -145,7 +141,7 @@ class MemorySaves:
             return f"{would}, and {self.node.base} has room for {room_text}: make it larger, or name another path"
         return ""
 
-    def begin(self, content: Content | Exception, info: SaveInfo, begun: float, stall_seconds: float) -> None:
+    def begin(self, content: Content | FailedStage, info: SaveInfo, begun: float, stall_seconds: float) -> None:
         """Make what is staged a checkpoint, behind the training. Every rank calls it; `is_ready` was so on one."""
         self.wait()
         self.poll()
@@ -224,12 +220,13 @@ class MemorySaves:
     # ---- one save ----------------------------------------------------------------------------------------------
 
     def _save(
-        self, content: Content | Exception, slot: Slot | None, info: SaveInfo, begun: float, stall_seconds: float
+        self, content: Content | FailedStage, slot: Slot | None, info: SaveInfo, begun: float, stall_seconds: float
     ) -> SaveReport:
         channel, folder = self.channel, self.node.path_of(info.step)
         draft = _MemoryDraft(folder, info, self._manifest)
         is_whole = False
         try:
+            channel.run_on_all(lambda: self.node.begin(info.step) if self._is_first else None)
             self._writer.save(channel, draft, content)
             manifest = parse_manifest(folder, self._share(folder, draft.data))
             self._exchange.run(folder, manifest, self._give_way)
@@ -308,28 +305,41 @@ def is_shared(name: str) -> bool:
     return not name.startswith(("__", "blocks-"))
 
 
-class _MemoryDraft(Draft):
-    """A checkpoint in memory that does not count yet: its folder is made by each node, and its manifest is kept."""
+class _MemoryDraft:
+    """A checkpoint in memory that does not count yet: each node has made its folder, and its manifest is kept here."""
+
+    in_memory = True
 
     def __init__(self, final: Path, info: SaveInfo, before: Manifest | None) -> None:
-        super().__init__(final, info, overwrite=True)
-        self._before = before
+        self.final, self.info, self._before = final, info, before
+        self.size_bytes = 0
         self.data = b""
         """The bytes of its manifest."""
 
     def begin(self) -> str:
-        self._folder = str(self.final)
-        return self._folder
+        """See `SaveTarget`."""
+        return str(self.final)
+
+    def here(self, folder: str) -> Path:
+        """Return the folder of this node, which may have another path than that of the leader."""
+        return self.final
+
+    @property
+    def folder(self) -> Path:
+        """See `SaveTarget`."""
+        return self.final
 
     def commit(self, files: dict[str, FileRecord], world_size: int, nonfinite: Nonfinite | None = None) -> None:
-        manifest = self._manifest(files, world_size, nonfinite)
+        """Keep the manifest, until every part is where it should be."""
+        sequence = 1 + Catalog(self.final.parent).last_sequence()
+        manifest = manifest_of(self.info, sequence, files, world_size, nonfinite)
         if (
             (nonfinite_reason := _nonfinite_reason(manifest))
             and self._before is not None
             and not _nonfinite_reason(self._before)
         ):
             raise _NonfiniteError(f"NaN or infinity in {nonfinite_reason}: the one before stays in memory")
-        self.data = manifest.to_json()
+        self.data, self.size_bytes = manifest.to_json(), manifest.total_bytes
 
     def abandon(self) -> None:
         """Do nothing: each node removes its own."""
@@ -341,37 +351,6 @@ class _NonfiniteError(CkptmanError):
 
 def _nonfinite_reason(manifest: Manifest) -> str:
     return Entry(manifest.step, Path(), manifest).nonfinite_reason
-
-
-class _MemoryWriter(CheckpointWriter):
-    """Writes the small files of a checkpoint, and takes data files from where they are staged."""
-
-    def __init__(self, node: NodeMemory, is_first: bool, nonfinite: OnNonfinite) -> None:
-        super().__init__(nonfinite)
-        self._node, self._is_first = node, is_first
-
-    def save(self, channel: Channel, draft: Draft, content: Content | Exception) -> Committed:
-        channel.run_on_all(lambda: self._node.begin(draft.info.step) if self._is_first else None)
-        return super().save(channel, draft, content)
-
-    def _write(self, folder: Path, rank: int, content: Content) -> Any:
-        return super()._write(self._node.path_of_name(folder.name), rank, content)
-
-    def _write_data(self, content: Content, image: Image, scan: FiniteScan | None, path: Path) -> Written:
-        slot = content.tensors.slot if isinstance(content.tensors, Staged) else None
-        if slot is None or slot.path is None or not len(slot.memory):
-            return super()._write_data(content, image, scan, path)
-        begin = len(slot.memory)
-        tail = image.view(begin, memoryview(bytearray(image.size_bytes - begin)))
-        assert slot.fd is not None
-        os.ftruncate(slot.fd, image.size_bytes)
-        if len(tail) and os.pwrite(slot.fd, tail, begin) != len(tail):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        DISK.link(slot.path, path)
-        shared = image.shared()
-        if shared is not None and (found := self._process.digest(path, shared, scan)) is not None:
-            return found
-        return Written.of(write_all(InPlace(), image, computing_threads(io_threads()), scan), image.size_bytes, None)
 
 
 def _gib(size_bytes: int) -> str:

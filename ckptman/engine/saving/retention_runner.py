@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from ckptman.engine.saving.writer import SaveInfo
+from ckptman.engine.saving.draft import SaveInfo
 from ckptman.errors import warn_only
 from ckptman.policies.retention import keeps_any, policy_mistake
 from ckptman.policies.retention_rules import Record, RetentionPolicy, in_bytes, needs_capacity

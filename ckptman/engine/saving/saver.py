@@ -21,6 +21,7 @@ import torch
 from ckptman.engine.comm.control_group import AllRanks, Channel, Contribution, RankFailed, failing_as_one
 from ckptman.engine.comm.frozen import agree_on_frozen
 from ckptman.engine.comm.replicas import compare_replicas
+from ckptman.engine.saving.draft import Draft, SaveInfo
 from ckptman.engine.saving.finite_check import OnNonfinite
 from ckptman.engine.saving.memory_saves import MemorySaves
 from ckptman.engine.saving.refused_values import refused_tensors
@@ -37,7 +38,7 @@ from ckptman.engine.saving.write_plan import (
     signature_of,
     tables_of_all,
 )
-from ckptman.engine.saving.writer import CheckpointWriter, Committed, Content, Draft, Health, SaveInfo, SaveReport
+from ckptman.engine.saving.writer import CheckpointWriter, Committed, Content, FailedStage, Health, SaveReport
 from ckptman.engine.state.local_shards import refuse_unfillable
 from ckptman.engine.state.named_state import (
     Snapshot,
@@ -301,7 +302,7 @@ class Saver:
         snapshot: Snapshot,
         info: SaveInfo,
         stager: Stager | None,
-    ) -> tuple[Content | Exception, SaveInfo]:
+    ) -> tuple[Content | FailedStage, SaveInfo]:
         """Stage, and compare what several ranks hold, once for each plan: when it has been copied, so that nothing
         changes in between. Raises: ConfigError, and then the save has failed."""
         content = self._stage(state, snapshot, info.step, stager)
@@ -316,9 +317,8 @@ class Saver:
 
     def _stage(
         self, state: Mapping[str, Any], snapshot: Snapshot, step: int, stager: Stager | None
-    ) -> Content | Exception:
-        """Return what is to be written; without a stager the live tensors. A rank that cannot take it along takes its
-        error into the save, where all the others hear of it."""
+    ) -> Content | FailedStage:
+        """Return what is to be written; without a stager the live tensors."""
         file, staged = self._file, None
         assert file is not None
         try:
@@ -336,13 +336,13 @@ class Saver:
                 staged.release()
             if not isinstance(error, Exception):  # Ctrl-C, after which somebody may go on
                 raise
-            return error
+            return FailedStage(error)
         if later:
             self._staged.append(staged)
         return content
 
     def _write(
-        self, number: int, content: Content | Exception, info: SaveInfo, begun: float, stall_seconds: float | None
+        self, number: int, content: Content | FailedStage, info: SaveInfo, begun: float, stall_seconds: float | None
     ) -> SaveReport:
         """Write, gather, commit; in the background thread, or in the training thread where that waits."""
         try:
@@ -373,7 +373,7 @@ class Saver:
             self._report(info.step, committed)
         return report
 
-    def _commit(self, content: Content | Exception, info: SaveInfo) -> Committed:
+    def _commit(self, content: Content | FailedStage, info: SaveInfo) -> Committed:
         """Write a draft and make it a checkpoint; where the disk is full, once more with more room. Raises: RankFailed,
         RankLostError, and whatever else went wrong on this rank."""
         tries_left = _TRIES
@@ -531,7 +531,7 @@ class Saver:
             self._journal.record(event, sync=sync, **fields)
 
 
-def _release(content: Content | Exception) -> None:
+def _release(content: Content | FailedStage) -> None:
     """Free the slot in which it was staged, if it was."""
     if isinstance(content, Content) and isinstance(content.tensors, Staged):
         content.tensors.release()

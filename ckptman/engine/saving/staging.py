@@ -8,6 +8,7 @@ a second one is made when a save comes while the first is still being written.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import socket
@@ -24,7 +25,7 @@ import torch
 from ckptman._torch_compat import is_traceable_wrapper_subclass, transform_subclass
 from ckptman.engine.saving.write_plan import RankFile
 from ckptman.engine.state.accelerators import is_capturing, on_device, record, synchronize, warn_unpinned
-from ckptman.engine.state.file_layout import flat, put, view_of
+from ckptman.engine.state.file_layout import Image, flat, put, view_of
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.threads import Task, Wakeup, Worker, aligned_memory
@@ -62,6 +63,21 @@ class Slot:
             self._targets.append(target if size else torch.empty_like(target))
         self.is_for_device = False
         self._unpin: Callable[[], object] = lambda: None
+
+    def become(self, path: Path, image: Image) -> bool:
+        """Be the file `path` from now on, as `image` says, if this is a file in memory; False: it is none.
+
+        Raises: OSError.
+        """
+        if self.path is None or self.fd is None or not len(self.memory):
+            return False
+        begin = len(self.memory)
+        tail = image.view(begin, memoryview(bytearray(image.size_bytes - begin)))
+        os.ftruncate(self.fd, image.size_bytes)
+        if len(tail) and os.pwrite(self.fd, tail, begin) != len(tail):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        DISK.link(self.path, path)
+        return True
 
     def copy(self, memory: Sequence[torch.Tensor], numbers: Collection[int]) -> None:
         """Copy the tensors of these numbers into their places; from a device without waiting for it."""

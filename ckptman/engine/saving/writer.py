@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-import ckptman
 from ckptman.engine.comm.control_group import Channel
+from ckptman.engine.saving.draft import SaveTarget
 from ckptman.engine.saving.finite_check import MOST_NAMES, FiniteCheck, OnNonfinite
 from ckptman.engine.saving.index_writer import IndexWriter, RankResult, write_small
 from ckptman.engine.saving.staging import Staged
@@ -27,64 +25,23 @@ from ckptman.engine.saving.stale_saves import ParameterFingerprint, Stale, Stale
 from ckptman.engine.saving.write_plan import RankFile, memory_of
 from ckptman.engine.state.file_layout import Image, Layout, PlacedBytes, pickled
 from ckptman.engine.state.named_state import Snapshot
-from ckptman.errors import ConfigError, ExistsError, RootError
-from ckptman.policies.retention_rules import nonfinite_text, time_to_store
+from ckptman.errors import RootError
+from ckptman.policies.retention_rules import nonfinite_text
 from ckptman.runtime.health.rank_report import RankHealth
-from ckptman.storage.catalog.backends.backend import check_folder
-from ckptman.storage.catalog.backends.local import LocalBackend
-from ckptman.storage.catalog.overwrite import may_be_replaced
-from ckptman.storage.catalog.reader_lease import lease
-from ckptman.storage.catalog.writer_lock import Claim
 from ckptman.storage.format.chunk_table import pack
 from ckptman.storage.format.index import values_json
-from ckptman.storage.format.manifest import FileRecord, Manifest, Mesh, Nonfinite, Replicas
+from ckptman.storage.format.manifest import FileRecord, Nonfinite
 from ckptman.storage.format.paths import (
     METADATA,
     blocks_name,
     data_name,
-    new_nonce,
-    parse_step,
-    step_folder,
     values_name,
 )
-from ckptman.storage.io.checksums import BLOCK_BYTES
 from ckptman.storage.io.durable_files import holding
-from ckptman.storage.io.file_writer import Written, write_source
+from ckptman.storage.io.file_writer import InPlace, Written, write_all, write_source
 from ckptman.storage.io.finite_scan import FiniteScan
+from ckptman.storage.io.threads import computing_threads, io_threads
 from ckptman.storage.io.writer_process import WriterProcess
-
-
-@dataclass(frozen=True)
-class SaveInfo:
-    """What the manifest says besides sizes and digests."""
-
-    step: int = 0
-    reason: str = "saved by dcp.save"
-    mesh: Mesh | None = None
-    run_id: str = ""
-    job_id: str | None = None
-    attempt: int = 1
-    restored_from: int | None = None
-    metrics: Mapping[str, float] | None = None
-    metadata: Mapping[str, Any] | None = None
-    asked: Mapping[str, str] | None = None
-    replicas: Replicas | None = None
-
-    @property
-    def nonfinite_metrics(self) -> tuple[str, ...]:
-        """The first of the metrics that are NaN or infinite."""
-        return tuple(name for name, value in (self.metrics or {}).items() if not math.isfinite(value))[:MOST_NAMES]
-
-    @classmethod
-    def for_path(cls, final: Path, reason: str, step: int | None = None) -> SaveInfo:
-        """Return what is known of a save that no run makes; `step` None: that of its name, or 0 where it tells none.
-
-        Raises: ConfigError where its name is that of another step.
-        """
-        name = parse_step(final.name)
-        if step is not None and name is not None and name.step != step:
-            raise ConfigError(f"{final} is the name of step {name.step}, not of step={step}: save under another name")
-        return cls(step if step is not None else name.step if name else 0, reason)
 
 
 @dataclass
@@ -127,6 +84,9 @@ class Content:
             finite,
         )
 
+    def check(self) -> None:
+        """Do nothing: there is something to write."""
+
     def image(self) -> tuple[Image, list[PlacedBytes], dict[str, tuple[int, int]]]:
         """Return the data file as it will be, with the places of the pickled tensors and objects in it. Waits until
         what is staged is copied."""
@@ -145,107 +105,15 @@ class Content:
         return Image([*self.file.literals, *tensors, *layout.literals]), places, objects
 
 
-class Draft:
-    """A save that nobody sees yet, in a folder beside its final name. Leader only.
+@dataclass(frozen=True)
+class FailedStage:
+    """What a rank that could not stage takes into the save instead of a content: all the others hear of it there."""
 
-    Args:
-        backend: of the root of a run; None: of the folder that `final` is in.
-        claim: the run's, on its root; None where whoever saves has none.
-    """
+    error: Exception
 
-    def __init__(
-        self,
-        final: Path,
-        info: SaveInfo,
-        *,
-        overwrite: bool,
-        backend: LocalBackend | None = None,
-        claim: Claim | None = None,
-    ) -> None:
-        self.final, self.info = final, info
-        self._overwrite, self._claim = overwrite, claim
-        self._backend = backend or LocalBackend(final.parent.absolute())
-        self.size_bytes = 0
-        """Of all files but the manifest, once it is committed."""
-        self._folder: str | None = None
-        self._held = contextlib.ExitStack()
-
-    @classmethod
-    def of_run(cls, backend: LocalBackend, info: SaveInfo, claim: Claim | None) -> Draft:
-        """Return a draft of the step of `info` in the root of a run, which replaces what was saved of that step."""
-        final = backend.root / step_folder(info.step)
-        return cls(final, info, overwrite=True, backend=backend, claim=claim)
-
-    def begin(self) -> str:
-        """Make the folder that all ranks write to, and return its path.
-
-        Raises: ConfigError (an address), ExistsError, RootError, OSError.
-        """
-        if self._claim is not None:
-            self._claim.check()
-        else:
-            check_folder(self.final)
-        if os.path.lexists(self.final):
-            if not self._overwrite:
-                raise ExistsError(f"{self.final} exists already: save under another name, or say overwrite=True")
-            if not may_be_replaced(self.final):
-                raise ExistsError(f"{self.final} is no checkpoint, and is not replaced by one: name another path")
-        self._backend.make(is_there=self._claim is not None)
-        tag = self._claim.next_tag() if self._claim is not None else new_nonce()
-        if self._claim is None and parse_step(self.final.name) is not None:
-            # A run's claim on its root says that it is alive; whoever saves without one says so of this save.
-            self._held.enter_context(lease(self.final.parent, [f"{self.final.name}.tmp-{tag}"], what="save"))
-        self._folder = self._backend.begin(self.final.name, tag)
-        self._held.enter_context(holding(self.folder))
-        return self._folder
-
-    @property
-    def folder(self) -> Path:
-        """Where `begin` made it."""
-        assert self._folder is not None
-        return Path(self._folder)
-
-    def commit(self, files: dict[str, FileRecord], world_size: int, nonfinite: Nonfinite | None = None) -> None:
-        """Make it a checkpoint. Raises: OSError, BusyError."""
-        folder = str(self.folder)
-        if self._claim is not None:
-            self._claim.check()
-        manifest = self._manifest(files, world_size, nonfinite)
-        self._backend.commit(folder, manifest)
-        self._folder, self.size_bytes = None, manifest.total_bytes
-        self._held.close()
-
-    def abandon(self) -> None:
-        """Remove what was written, after a failed save. Never raises."""
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            self._backend.abandon(folder)
-        self._held.close()
-
-    def _manifest(self, files: dict[str, FileRecord], world_size: int, nonfinite: Nonfinite | None) -> Manifest:
-        info = self.info
-        return Manifest(
-            step=info.step,
-            # Outside a root, under a name that is not a step's, there are no others to come after.
-            sequence=1 + (self._backend.last_sequence() if parse_step(self.final.name) else 0),
-            time_seconds=time_to_store(time.time()),
-            reason=info.reason,
-            world_size=world_size,
-            mesh=info.mesh,
-            torch_version=torch.__version__,
-            ckptman_version=ckptman.__version__,
-            run_id=info.run_id,
-            job_id=info.job_id,
-            attempt=info.attempt,
-            restored_from=info.restored_from,
-            metrics=dict(info.metrics or {}),
-            metadata=dict(info.metadata or {}),
-            asked=dict(info.asked or {}),
-            nonfinite=nonfinite,
-            replicas=info.replicas if world_size > 1 else None,
-            block_bytes=BLOCK_BYTES,
-            files=files,
-        )
+    def check(self) -> None:
+        """Raise why."""
+        raise self.error
 
 
 @dataclass(frozen=True)
@@ -315,15 +183,15 @@ class CheckpointWriter:
             self._finite_check = FiniteCheck(file, snapshot, state)
         return self._finite_check
 
-    def save(self, channel: Channel, draft: Draft, content: Content | Exception) -> Committed:
-        """Write one checkpoint. `content` may be the reason why this rank has nothing to write. Every rank calls it.
+    def save(self, channel: Channel, target: SaveTarget, content: Content | FailedStage) -> Committed:
+        """Write one checkpoint. Every rank calls it.
 
         Raises: RankFailed on every rank, RankLostError where a peer is gone or silent for longer than the timeout.
         """
-        folder = channel.gather_on_leader(partial(_check, content), lambda _: draft.begin())
+        folder = channel.gather_on_leader(content.check, lambda _: target.begin())
         assert isinstance(content, Content)
-        write = partial(self._write, Path(folder), channel.rank, content)
-        commit = partial(self._commit, draft, content)
+        write = partial(self._write, target, target.here(folder), channel.rank, content)
+        commit = partial(self._commit, target, content)
         try:
             found = channel.gather_on_leader(write, commit)
         except BaseException:
@@ -333,10 +201,10 @@ class CheckpointWriter:
         self._stale_saves.committed()
         return found
 
-    def _write(self, folder: Path, rank: int, content: Content) -> RankResult:
+    def _write(self, target: SaveTarget, folder: Path, rank: int, content: Content) -> RankResult:
         image, places, objects = content.image()
         scan = content.finite.begin() if content.finite is not None else None
-        write_data = partial(self._write_data, content, image, scan)
+        write_data = partial(self._write_data, target, content, image, scan)
         result, blocks = write_rank_files(folder, rank, image, content.own_units, write_data)
         if scan is not None:
             result.nonfinite = tuple(sorted(scan.found)[:MOST_NAMES])
@@ -351,9 +219,18 @@ class CheckpointWriter:
             result.health = self.health.report()
         return result
 
-    def _write_data(self, content: Content, image: Image, scan: FiniteScan | None, path: Path) -> Written:
-        """Write the data file, shown to `scan` meanwhile, by the process beside this one where its memory is shared."""
+    def _write_data(
+        self, target: SaveTarget, content: Content, image: Image, scan: FiniteScan | None, path: Path
+    ) -> Written:
+        """Write the data file, or in memory let what is staged be that, shown to `scan` meanwhile; by the process
+        beside this one where its memory is shared."""
         shared = image.shared()
+        if target.in_memory and isinstance(content.tensors, Staged) and content.tensors.slot.become(path, image):
+            found = self._process.digest(path, shared, scan) if shared is not None else None
+            if found is None:
+                blocks = write_all(InPlace(), image, computing_threads(io_threads()), scan)
+                found = Written.of(blocks, image.size_bytes, None)
+            return found
         written = self._process.write(path, shared, scan=scan) if shared is not None else None
         return written or write_source(path, image, look=scan)
 
@@ -362,20 +239,20 @@ class CheckpointWriter:
         if self._nonfinite == "refuse" and (found := nonfinite_text((), tensors)):
             raise FloatingPointError(f"NaN or infinite: {found}")
 
-    def _commit(self, draft: Draft, content: Content, results: list[RankResult]) -> Committed:
+    def _commit(self, target: SaveTarget, content: Content, results: list[RankResult]) -> Committed:
         plan = content.file.plan
-        files = self._index.write_index(draft.folder, plan.tensors, results)
-        files[METADATA] = self._index.write_metadata(draft.folder, results, plan.paths, draft.final)
+        files = self._index.write_index(target.folder, plan.tensors, results)
+        files[METADATA] = self._index.write_metadata(target.folder, results, plan.paths, target.final)
         nonfinite = None
         if content.finite is not None:
             tensors = sorted({name for each in results for name in each.nonfinite})
-            nonfinite = Nonfinite(metrics=draft.info.nonfinite_metrics, tensors=tuple(tensors[:MOST_NAMES]))
-        draft.commit(files, len(results), nonfinite)
+            nonfinite = Nonfinite(metrics=target.info.nonfinite_metrics, tensors=tuple(tensors[:MOST_NAMES]))
+        target.commit(files, len(results), nonfinite)
         if self.health is not None:
             self.health.note([each.health for each in results])
         buffered_because = next((each.buffered_because for each in results if each.buffered_because), None)
         stale = self._stale_saves.judge(content.watch, [each.seen for each in results])
-        return Committed(draft.size_bytes, buffered_because, stale, nonfinite)
+        return Committed(target.size_bytes, buffered_because, stale, nonfinite)
 
 
 def write_rank_files(
@@ -420,11 +297,6 @@ def _in_draft(folder: Path) -> Iterator[None]:
             f"{folder.parent}: the folder of this save is gone: see whether the file system is still mounted, or who "
             f"removed it",
         ) from error
-
-
-def _check(content: Content | Exception) -> None:
-    if isinstance(content, Exception):
-        raise content
 
 
 def _kept(value: Any) -> Any:
