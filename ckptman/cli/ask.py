@@ -16,7 +16,7 @@ from ckptman.errors import CkptmanError, ConfigError, NotFoundError
 from ckptman.storage.format.paths import Ask
 
 if TYPE_CHECKING:
-    from ckptman.storage.catalog.writer_lock import Owner
+    from ckptman.storage.catalog.liveness import Owner
     from ckptman.tools.monitoring.status import Status
 
 POLL_SECONDS = 0.5
@@ -80,13 +80,13 @@ def _hold(run: Status) -> None:
 def _answer(root: Path, request: str, owner: Owner, timeout_seconds: float) -> Mapping[str, Any]:
     from ckptman.policies.intervals import duration_text
     from ckptman.runtime.requests import answer
-    from ckptman.storage.catalog.writer_lock import is_alive
+    from ckptman.storage.catalog.writer_lock import holds
 
     until = time.monotonic() + timeout_seconds
     while True:
         if (found := answer(root, request)) is not None:
             return found
-        if not is_alive(root, owner):
+        if not holds(owner, root):
             if (found := answer(root, request)) is not None:  # it comes before the end
                 return found
             raise CkptmanError("the attempt ended before it carried out the request: ckptman status shows how")

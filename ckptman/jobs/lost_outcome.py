@@ -50,7 +50,8 @@ def find_outcome(
 def _fresh(root: Path, since_seconds: float, job_id: str) -> Outcome | None:
     """Return the outcome in a root, if it may be that of an attempt: of a run that began and ended since then, and is
     of no other chain or job."""
-    from ckptman.storage.catalog.writer_lock import process_lives, read_owner  # pydantic, which a chain does without
+    from ckptman.storage.catalog.liveness import process_lives
+    from ckptman.storage.catalog.writer_lock import read_owner  # pydantic, which a chain does without
 
     with suppress(CkptmanError, OSError):
         outcome = own_outcome(root)

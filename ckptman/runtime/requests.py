@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, get_args
 from ckptman.errors import CkptmanError, NotFoundError
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.log import tell
-from ckptman.storage.catalog.writer_lock import Claim, Owner, root_error
+from ckptman.storage.catalog.liveness import Owner
+from ckptman.storage.catalog.writer_lock import Claim, root_error
 from ckptman.storage.format.paths import (
     Ask,
     RequestName,

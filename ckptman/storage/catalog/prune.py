@@ -25,7 +25,7 @@ from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.catalog import Catalog, Entry, any_will_do
 from ckptman.storage.catalog.orphans import Leftover, find_leftovers, find_strays
 from ckptman.storage.catalog.pins import pin, read_pin
-from ckptman.storage.catalog.reader_lease import TAKING, lease, look, run_names
+from ckptman.storage.catalog.reader_lease import lease, look, run_names
 from ckptman.storage.catalog.rollback_records import rollback_numbers
 from ckptman.storage.catalog.tiers import steps_awaiting_drain
 from ckptman.storage.format.paths import MANIFEST, METADATA, run_folder, step_folder
@@ -270,7 +270,7 @@ def execute(
         taken: list[tuple[Path, Path, Record]] = []
         # A few at a time: readers of those wait, and each look for readers reads all their names.
         for few in (going[start : start + _TAKEN_AT_ONCE] for start in range(0, len(going), _TAKEN_AT_ONCE)):
-            with lease(root, [entry.path.name for _, _, entry in few], what=TAKING):
+            with lease(root, [entry.path.name for _, _, entry in few], what="prune", takes=True):
                 for count, record, entry in few:
                     attempt(partial(work.take, entry, record, f"{tag}-{count}", taken))
         steps = [partial(work.remove, *each) for each in taken]

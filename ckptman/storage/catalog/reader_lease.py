@@ -15,7 +15,7 @@ and its files by their old name for a second, or for a minute, after a rename, b
 what cannot be read is damaged only if its checkpoint is still listed (`is_gone`).
 
 On the same host, a lease is dead when its process is. On another host, it is dead when it was not touched for
-`PATIENCE_SECONDS` while we watched: clocks of two hosts are never compared. A lease that is not known to be dead holds.
+`SILENT_SECONDS` while we watched: clocks of two hosts are never compared. A lease that is not known to be dead holds.
 """
 
 from __future__ import annotations
@@ -33,33 +33,25 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptman.errors import CorruptError, NotFoundError, RootError, plain
-from ckptman.storage.catalog.writer_lock import (
+from ckptman.storage.catalog.liveness import (
     BEAT_SECONDS,
-    PATIENCE_SECONDS,
+    LOOK_SECONDS,
     Owner,
-    device_of,
-    process_lives,
+    forget_all_but,
+    is_alive,
     this_process,
-    touched_at,
 )
+from ckptman.storage.catalog.writer_lock import device_of
 from ckptman.storage.format.paths import DOT, is_lease, lease_path, parse_step, run_folder
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
 from ckptman.storage.io.threads import Flag
 
 _MOST_BYTES = 1024 * 1024
-_LOOK_SECONDS = 0.1
 _END_SECONDS = 5.0
-TAKING = "prune, which takes them away"
-"""What a prune says of the folders that it is about to rename. That holds nothing: readers wait until it is done."""
 _PASS_SECONDS = 10.0
 _PASS_LOOK_SECONDS = 0.005
 _TRIES = 10
-_first_seen: dict[Path, tuple[int, float]] = {}
-"""For each lease that only watching can judge: when it was touched last, and since when we know (monotonic clock).
-
-Kept from look to look: a run that prunes after each save has watched between its saves, and needs not wait.
-"""
 
 
 class GoneError(NotFoundError):
@@ -67,12 +59,14 @@ class GoneError(NotFoundError):
 
 
 class Lease(BaseModel):
-    """A process that uses folders of a root. `names`: of the folders; `what`: what it does, such as "verify"."""
+    """A process that uses folders of a root. `names`: of the folders; `what`: what it does, such as "verify"; `takes`:
+    a prune is about to rename them, which holds nothing: readers wait until it is done."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     owner: Owner
     names: tuple[str, ...]
     what: str = Field(max_length=100)
+    takes: bool = False
 
     def __str__(self) -> str:
         job = f", job {self.owner.job_id}" if self.owner.job_id else ""
@@ -98,19 +92,19 @@ class Leases:
 
 
 @contextmanager
-def lease(root: Path, names: Sequence[str], *, what: str) -> Iterator[str]:
+def lease(root: Path, names: Sequence[str], *, what: str, takes: bool = False) -> Iterator[str]:
     """Hold folders of a root until the block ends. Called by readers and copies, of several ranks by the leader only.
 
     Gives its nonce: a tag that begins with it is that of somebody who is alive. Where the lease cannot be written (no
     permission, no space) there is none, and that is "": the reader has to live with what vanishes.
     """
     made = not os.path.lexists(run_folder(root))
-    taken = _take(root, names, what)
+    taken = _take(root, names, what, takes)
     if taken is None:
         yield ""
         return
     path, text = taken
-    if what != TAKING:
+    if not takes:
         _let_prunes_pass(root, names)
     held, pid = _Held(path, text, made), os.getpid()
     try:
@@ -173,19 +167,18 @@ def refuse_gone(folder: Path) -> None:
 
 def look(root: Path, *, wait: bool = True, but: str = "", names: Sequence[str] | None = None) -> Leases:
     """The leases of a root, `but` the one of that nonce. To know a lease of another host to be dead takes up to
-    `PATIENCE_SECONDS`; those that would need a `wait` that is not wanted are held. `names`: what `run_names` gave.
+    `SILENT_SECONDS`; those that would need a `wait` that is not wanted are held. `names`: what `run_names` gave.
 
     Raises: RootError where they cannot be listed: what may be in use is not to be deleted. Called by prunes.
     """
     found = Leases()
     questions = dict.fromkeys(path for path in _paths(root, names) if path != lease_path(root, but))
-    for gone in [path for path in _first_seen if path.parent == run_folder(root) and path not in questions]:
-        _first_seen.pop(gone, None)
+    forget_all_but(questions, run_folder(root))
     while questions:
         for path in list(questions):
             # Looked at again each time: it may have been written only now.
             one = questions[path] = questions[path] or _read(path)
-            lives = _lives(path, one)
+            lives = is_alive(one.owner if one is not None else None, path)
             if lives is None and wait:
                 continue
             if lives is False:
@@ -194,23 +187,23 @@ def look(root: Path, *, wait: bool = True, but: str = "", names: Sequence[str] |
             else:
                 if one is None:
                     found.unknown = "perhaps in use: a lease that cannot be read may be on it"
-                elif one.what != TAKING:
+                elif not one.takes:
                     for name in one.names:
                         found.names.setdefault(name, str(one))
                 found.nonces.add(path.stem.removeprefix("lease-"))
             del questions[path]
         if questions:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
     return found
 
 
-def _take(root: Path, names: Sequence[str], what: str) -> tuple[Path, bytes] | None:
+def _take(root: Path, names: Sequence[str], what: str, takes: bool) -> tuple[Path, bytes] | None:
     me = this_process("", os.environ.get("SLURM_JOB_ID"))
     path = lease_path(root, me.nonce)
     try:
         if run_folder(root).is_symlink() or not root.is_dir():
             return None
-        text = Lease(owner=me, names=tuple(names), what=what).model_dump_json().encode() + b"\n"
+        text = Lease(owner=me, names=tuple(names), what=what, takes=takes).model_dump_json().encode() + b"\n"
         for _ in range(_TRIES):
             DISK.make_folder_if_missing(run_folder(root))
             # Another reader that is done may have removed the folder again.
@@ -230,8 +223,13 @@ def _let_prunes_pass(root: Path, names: Sequence[str]) -> None:
     deadline = time.monotonic() + _PASS_SECONDS
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline:
-            found = [(path, one) for path in _paths(root) if (one := _read(path)) is not None and one.what == TAKING]
-            going = {name for path, one in found if _lives(path, one) is not False for name in one.names}
+            found = [(path, one) for path in _paths(root) if (one := _read(path)) is not None and one.takes]
+            going = {
+                name
+                for path, one in found
+                if is_alive(one.owner if one is not None else None, path) is not False
+                for name in one.names
+            }
             if not any(name in going and os.path.lexists(root / name) for name in names):
                 return
             time.sleep(_PASS_LOOK_SECONDS)
@@ -324,21 +322,3 @@ def _read(path: Path) -> Lease | None:
         return Lease.model_validate_json(read_regular(path, _MOST_BYTES))
     except (CorruptError, OSError, ValidationError, RecursionError):
         return None
-
-
-def _lives(path: Path, one: Lease | None) -> bool | None:
-    """Whether the process behind a lease lives; None where it has to be watched for longer."""
-    if one is not None and (lives := process_lives(one.owner)) is not None:
-        return lives
-    try:
-        touched = touched_at(path)
-    except OSError:
-        return None
-    if touched is None:  # given back, or no regular file: that is no lease
-        _first_seen.pop(path, None)
-        return False
-    before, since = _first_seen.setdefault(path, (touched, time.monotonic()))
-    if touched != before:
-        _first_seen[path] = touched, time.monotonic()
-        return True
-    return False if time.monotonic() - since >= PATIENCE_SECONDS else None

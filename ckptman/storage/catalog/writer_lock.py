@@ -4,7 +4,7 @@ A run that claims a root makes the next of the numbered files `owner-000007.json
 The file is created exclusively, so each number goes to one claimant, on NFS too; a number stays taken until there is a
 higher one, and nobody moves a claim that may be alive. The owner touches its file every few seconds, and adds a line
 to it when it leaves. A claim that was not given back is dead when its process is, on the same host; from another host,
-when it was not touched for `PATIENCE_SECONDS` while we watched: clocks of two hosts are never compared.
+when it was not touched for `SILENT_SECONDS` while we watched: clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -13,61 +13,34 @@ import contextlib
 import errno
 import itertools
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from ckptman.errors import BusyError, CorruptError, RootError
-from ckptman.storage.format.paths import new_nonce, owner_path, parse_owner, run_folder
+from ckptman.storage.catalog.liveness import (
+    BEAT_SECONDS,
+    LOOK_SECONDS,
+    Owner,
+    is_alive,
+    is_this_process,
+    this_process,
+)
+from ckptman.storage.format.paths import owner_path, parse_owner, run_folder
 from ckptman.storage.io.durable_files import DISK
-from ckptman.storage.io.safe_open import open_regular, read_regular
+from ckptman.storage.io.safe_open import read_regular
 from ckptman.storage.io.threads import Flag
 
-BEAT_SECONDS = 5.0
-PATIENCE_SECONDS = 30.0
 _LOOKS = 10
 _MOST_BYTES = 1024 * 1024
 
 
 _given_up: set[str] = set()
 """The nonces of claims that this process has given back, whether that could be written down or not."""
-
-
-class Owner(BaseModel):
-    """A process that claims a root.
-
-    `host_key` tells apart boots and containers that share a host name. `start_ticks` (clock ticks since boot) tells
-    apart processes that share a pid; unlike a time of day it cannot change when the clock is set.
-    """
-
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
-    host: str
-    host_key: str
-    pid: Annotated[int, Field(gt=0, lt=2**31)]
-    start_ticks: int
-    job_id: str | None
-    run_id: str
-    nonce: str
-
-
-def this_process(run_id: str, job_id: str | None) -> Owner:
-    """The owner that this process would be."""
-    _, ticks = _state_and_start(os.getpid()) or ("", 0)
-    return Owner(
-        host=socket.gethostname(),
-        host_key=_host_key(),
-        pid=os.getpid(),
-        start_ticks=ticks,
-        job_id=job_id,
-        run_id=run_id,
-        nonce=new_nonce(),
-    )
 
 
 def read_owner(root: Path) -> Owner | None:
@@ -79,15 +52,11 @@ def read_owner(root: Path) -> Owner | None:
     return mark.owner if mark is not None and not mark.released else None
 
 
-def is_alive(root: Path, owner: Owner) -> bool:
-    """Whether the process behind a claim lives. From another host this takes up to `PATIENCE_SECONDS` to deny."""
+def holds(owner: Owner, root: Path) -> bool:
+    """Whether a live process still has its claim on a root. From another host this takes up to `SILENT_SECONDS` to
+    deny."""
     mark = _newest(root)
     return mark is not None and mark.owner == owner and _lives(root, mark)
-
-
-def is_this_process(owner: Owner) -> bool:
-    """Whether a claim is that of the process that asks."""
-    return (owner.host, owner.host_key, owner.pid) == (socket.gethostname(), _host_key(), os.getpid())
 
 
 class Claim:
@@ -317,63 +286,13 @@ def root_error(root: Path, done: str, error: OSError) -> RootError:
 def _lives(root: Path, mark: _Mark) -> bool:
     if mark.released or (mark.owner is not None and mark.owner.nonce in _given_up):
         return False
-    if mark.owner is not None and (lives := process_lives(mark.owner)) is not None:
-        return lives
     path = owner_path(root, mark.number)
-    first = touched_at(path)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
-        time.sleep(min(0.1, PATIENCE_SECONDS / 10))
+    while True:
+        lives = is_alive(mark.owner, path)
         # Compared with what was judged, too: a claim that was being written then may have been whole ever since.
         now = _newest(root)
-        if now != mark or touched_at(path) != first:
+        if now != mark:
             return now is not None and now.number == mark.number and not now.released
-    return False
-
-
-def process_lives(owner: Owner) -> bool | None:
-    """Whether a process lives; None where this host cannot tell: it is another's, or is not shown to us (`hidepid`)."""
-    if not owner.host_key or (owner.host, owner.host_key) != (socket.gethostname(), _host_key()):
-        return None
-    found = _state_and_start(owner.pid)
-    if found is not None:
-        state, ticks = found
-        # A pid is reused; the start tells. A zombie has closed its files and will write no more.
-        return ticks == owner.start_ticks and state not in "ZX"
-    try:
-        os.kill(owner.pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return None
-
-
-def _state_and_start(pid: int) -> tuple[str, int] | None:
-    try:
-        # After the command in brackets, which may hold anything: state is field 3, start time field 22 (proc(5)).
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return fields[0].decode(), int(fields[19])
-
-
-def touched_at(path: Path) -> int | None:
-    """When a file was written or touched last (nanoseconds); None where there is no such file. Raises: OSError."""
-    # Opened, not only stat'ed: NFS looks at the server again when a file is opened.
-    try:
-        fd = open_regular(path)
-    except (FileNotFoundError, CorruptError):
-        return None
-    try:
-        return os.fstat(fd).st_mtime_ns
-    finally:
-        os.close(fd)
-
-
-def _host_key() -> str:
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
-    try:
-        return f"{boot.read_text().strip()} {os.readlink(namespace)}"  # noqa: PTH115 not a path, a label
-    except OSError:
-        return ""
+        if lives is not None:
+            return lives
+        time.sleep(LOOK_SECONDS)

@@ -16,7 +16,7 @@ from typing import Literal
 from xxhash import xxh3_64_hexdigest
 
 from ckptman.errors import ConfigError, CorruptError, ExistsError
-from ckptman.storage.catalog.writer_lock import Owner, process_lives, this_process
+from ckptman.storage.catalog.liveness import Owner, process_lives, this_process
 from ckptman.storage.format.paths import MANIFEST, METADATA, data_name, parse_step
 from ckptman.storage.format.safetensors import INDEX_NAME, has_mark, is_file_name
 from ckptman.storage.io.durable_files import DISK

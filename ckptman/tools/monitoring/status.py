@@ -16,8 +16,9 @@ from ckptman.jobs.slurm.commands import Job, ask_queue
 from ckptman.policies.retention_rules import is_known_time
 from ckptman.runtime.journal import read_journal
 from ckptman.storage.catalog.catalog import Catalog, Entry
+from ckptman.storage.catalog.liveness import process_lives
 from ckptman.storage.catalog.tiers import read_drained
-from ckptman.storage.catalog.writer_lock import process_lives, read_owner
+from ckptman.storage.catalog.writer_lock import read_owner
 from ckptman.storage.format.paths import check_is_no_checkpoint, journal_path
 from ckptman.tools.monitoring.history import Attempt, RunHistory, chain_folders, history_of
 from ckptman.tools.monitoring.other_programs import chains_of

@@ -20,20 +20,13 @@ from ckptman.errors import BusyError, CkptmanError, RootError
 from ckptman.storage.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing
 from ckptman.storage.catalog.backends.page_cache import drop_all
 from ckptman.storage.catalog.backends.source import AGAIN, Done, Finish, SourceInfo, refused
+from ckptman.storage.catalog.liveness import Owner, is_this_process, process_lives
 from ckptman.storage.catalog.overwrite import may_be_replaced
 from ckptman.storage.catalog.pins import PINNED
 from ckptman.storage.catalog.reader_lease import lease
 from ckptman.storage.catalog.rollback_records import copy_rollbacks, read_rollbacks
 from ckptman.storage.catalog.verified import identify, note_verified, read_verified
-from ckptman.storage.catalog.writer_lock import (
-    Claim,
-    Owner,
-    claim,
-    is_alive,
-    is_this_process,
-    process_lives,
-    read_owner,
-)
+from ckptman.storage.catalog.writer_lock import Claim, claim, holds, read_owner
 from ckptman.storage.format.manifest import missing_file, read_manifest
 from ckptman.storage.format.paths import DOT, MANIFEST, new_nonce
 from ckptman.storage.io.durable_files import DISK, holding
@@ -355,7 +348,7 @@ def _live_run(root: Path) -> Owner | None:
     owner = read_owner(root)
     if owner is None or is_this_process(owner) or owner.nonce in _known_dead:
         return None
-    if is_alive(root, owner):
+    if holds(owner, root):
         return owner
     _known_dead.add(owner.nonce)
     return None
