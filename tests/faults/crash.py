@@ -19,7 +19,6 @@ from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.prune import execute, plan_prune
 from ckptman.storage.format.paths import outcome_path, parse_step, step_folder
-from ckptman.storage.io.durable_files import DISK
 from tests.faults.deaths import die_everywhere, impatient
 from tests.faults.subject import blank, content, open_run, save_versions, version_of
 from tests.helpers.faulty_disk import holds, rewrite, save
@@ -48,11 +47,11 @@ class Store:
         self.fill(root)
         with tempfile.TemporaryDirectory() as folder:
             done = shutil.copytree(world, Path(folder, "world")) / "root"
-            self.work(done, DISK)
+            self.work(done)
             self.states = list(_between(held(root), held(done)))
 
     def act(self, world, tell):
-        self.work(world / "root", DISK)
+        self.work(world / "root")
         tell("done")
 
     def judge(self, tally, world, before, told):
@@ -117,16 +116,16 @@ def _littered(root):
 
 
 def _save(step):
-    return lambda root, disk: save(root, step, b"new", disk)
+    return lambda root: save(root, step, b"new")
 
 
-def _delete(root, disk):
+def _delete(root):
     entry = Catalog(root).entry(100)
-    LocalBackend(root, disk).remove(entry.path, entry.path.name, "0123abcd-1")
+    LocalBackend(root).remove(entry.path, entry.path.name, "0123abcd-1")
 
 
-def _prune(root, disk):
-    execute(root, plan_prune(root, ckptman.KeepLast(1)), "0123abcd-1", disk)
+def _prune(root):
+    execute(root, plan_prune(root, ckptman.KeepLast(1)), "0123abcd-1")
 
 
 STORES = {

@@ -45,13 +45,13 @@ def run(tally):
         permissions(tally, home)
 
 
-def fail_and_go_on(root, way, break_it, mend_it, **options):
+def fail_and_go_on(root, way, break_it, mend_it):
     """Save step 1, break the disk, try step 2, mend it, save step 3. What came of it; what went wrong is raised."""
     state = content(1)
     error = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with open_run(root, state, **WAYS[way], **options) as run:
+        with open_run(root, state, **WAYS[way]) as run:
             run.restore()
             run.save(1)
             run.wait()

@@ -28,7 +28,6 @@ from ckptman.storage.format.manifest import FileRecord, read_manifest
 from ckptman.storage.format.pickle_guard import HostilePickle, check_pickle
 from ckptman.storage.format.value_codec import TensorRef, decode, encode, tensor_ref
 from ckptman.storage.io.checksums import digest_bytes
-from ckptman.storage.io.durable_files import DISK
 from tests.faults.subject import content, save_versions
 
 REFUSALS = (CorruptError, FormatVersionError)
@@ -213,7 +212,7 @@ def seeds_of(there):
 
 
 def _verified(there):
-    note_verified(there.ours, identify(there.ours, there.manifest), levels=["digests"], disk=DISK)
+    note_verified(there.ours, identify(there.ours, there.manifest), levels=["digests"])
     data = (there.ours / VERIFIED).read_bytes()
     (there.ours / VERIFIED).unlink()
     return data

@@ -19,7 +19,6 @@ from ckptman.errors import RootError
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.format.paths import run_folder, step_folder
-from ckptman.storage.io.durable_files import DISK, Disk
 from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
 from tests.faults.crash import STORES, Store, goes_on, held
 from tests.faults.disks import CASE_SECONDS, WAYS, fail_and_go_on, judge_save
@@ -27,7 +26,7 @@ from tests.faults.limits import Ended, in_child, limit
 from tests.faults.reads import READS, judge_read
 from tests.faults.subject import save_versions
 from tests.helpers.checkpoints import commit, note_in
-from tests.helpers.faulty_disk import WHEN, Fault, FaultyDisk, faults
+from tests.helpers.faulty_disk import WHEN, Fault, FaultyDisk, faults, on_disk
 
 OPERATIONS = 18
 """About as many as a save has: beyond it, the fault is injected until it is not reached any more."""
@@ -80,7 +79,9 @@ def errors_while_saving(tally, home):
                 tally.fault(f"{os.strerror(fault.error or 0)} at operation {number}, {way}", "an error in a save"),
                 limit(CASE_SECONDS),
             ):
-                judge_save(tally, root, Ended(fail_and_go_on(root, way, disk.arm, disk.disarm, disk=disk)))
+                with on_disk(disk):
+                    ended = Ended(fail_and_go_on(root, way, disk.arm, disk.disarm))
+                judge_save(tally, root, ended)
             shutil.rmtree(root)
             if not disk.reached:
                 break
@@ -103,7 +104,8 @@ def errors_in_a_store(tally, name, scene, folder):
         with tally.fault(f"{name}: {fault}", "an error in a store"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* could not be removed")
             try:
-                scene.work(root, disk)
+                with on_disk(disk):
+                    scene.work(root)
                 failed = False
             except OSError as error:
                 failed = tally.check(error.errno == fault.error, "other", f"{error} came of {fault}")
@@ -124,8 +126,8 @@ def errors_in_a_copy(tally, folder):
     source = folder / "source"
     commit(source, 200, rows=3000)
 
-    def copy(root, disk):
-        copy_checkpoint(Catalog(source).entry(200), LocalBackend(root, disk), CopyOptions(threads=1))
+    def copy(root):
+        copy_checkpoint(Catalog(source).entry(200), LocalBackend(root), CopyOptions(threads=1))
 
     world = folder / "before"
     scene = Store(lambda root: commit(root, 100), copy)
@@ -134,7 +136,8 @@ def errors_in_a_copy(tally, folder):
         root, disk = shutil.copytree(world, folder / "world") / "root", FaultyDisk(fault)
         with tally.fault(f"a copy: {fault}", "an error in a copy"):
             try:
-                copy(root, disk)
+                with on_disk(disk):
+                    copy(root)
                 tally.survive()
             except RootError as error:
                 tally.refuse(error)
@@ -142,7 +145,7 @@ def errors_in_a_copy(tally, folder):
             if 200 in held(root):
                 proof = note_in(root / step_folder(200))
                 tally.check(proof and proof.every_byte, "other", "the copy counts and is not proved")
-            copy(root, DISK)
+            copy(root)
             tally.check(held(root) == scene.states[-1], "lost", f"copied again, {held(root)} is there")
         shutil.rmtree(root.parent)
         if not disk.struck:
@@ -196,10 +199,11 @@ def failing(module, call, number, error, root):
         setattr(module, call, real)
 
 
-class SlowDisk(Disk):
+class SlowDisk(FaultyDisk):
     """Every operation takes its time."""
 
     def __init__(self, dice, longest_seconds):
+        super().__init__()
         self._dice, self._longest = dice, longest_seconds
         self.is_slow = False
         self.slept_seconds = 0.0
@@ -210,18 +214,12 @@ class SlowDisk(Disk):
     def recover(self):
         self.is_slow = False
 
-    def __getattribute__(self, name):
-        real = object.__getattribute__(self, name)
-        if name not in vars(Disk) or name.startswith("_") or not object.__getattribute__(self, "is_slow"):
-            return real
-
-        def slowly(*arguments):
+    def _do(self, name, whole, half=None):
+        if self.is_slow:
             seconds = self._longest * 0.02 ** self._dice.random()
             self.slept_seconds += seconds
             time.sleep(seconds)
-            return real(*arguments)
-
-        return slowly
+        return super()._do(name, whole)
 
 
 def latency(tally, home, longest_seconds):
@@ -232,7 +230,8 @@ def latency(tally, home, longest_seconds):
             tally.fault(f"up to {longest_seconds} s at each operation, {way}", "latency"),
             limit(60 + 100 * longest_seconds),
         ):
-            value = fail_and_go_on(root, way, disk.slow_down, disk.recover, disk=disk)
+            with on_disk(disk):
+                value = fail_and_go_on(root, way, disk.slow_down, disk.recover)
             judge_save(tally, root, Ended(value))
             tally.check(value["error"] is None, "other", f"a slow disk failed a save: {value['error']}")
             tally.check(disk.slept_seconds > longest_seconds, "other", "nothing was slow")

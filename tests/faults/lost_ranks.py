@@ -21,7 +21,7 @@ from tests.faults.disks import WAYS
 from tests.faults.kills import fill, sharded
 from tests.faults.mutants import apply
 from tests.faults.subject import blank, open_run, version_of
-from tests.helpers.faulty_disk import FaultyDisk, holds
+from tests.helpers.faulty_disk import FaultyDisk, holds, on_disk
 from tests.helpers.ranks import RankError, say, start_ranks
 
 TIMEOUT_SECONDS = 2.0
@@ -144,7 +144,7 @@ def part(root, folder, victim, kind, way, at, mutant):
     state = sharded(blank())
     error = None
     try:
-        with open_run(Path(root), state, timeout_seconds=TIMEOUT_SECONDS, disk=disk, **WAYS[kind]) as run:
+        with on_disk(disk), open_run(Path(root), state, timeout_seconds=TIMEOUT_SECONDS, **WAYS[kind]) as run:
             run.restore()
             fill(state, 1)
             run.save(1)

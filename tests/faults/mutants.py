@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ from ckptman.storage.format import index, manifest
 from ckptman.storage.format.paths import step_folder
 from ckptman.storage.io import checked_reader as ranges
 from ckptman.storage.io import file_writer as blockio
-from ckptman.storage.io.durable_files import Disk
+from ckptman.storage.io.durable_files import DISK, Disk
 from ckptman.storage.transfer import drain
 
 
@@ -108,7 +109,7 @@ def _folders_not_flushed():
 
 def _deleted_in_place():
     def hide(self, path, name, tag):
-        self.disk.remove_tree(path)
+        DISK.remove_tree(path)
         return None
 
     place.LocalBackend.hide = hide
@@ -126,18 +127,14 @@ def _pruned_before_the_commit():
     place.LocalBackend.commit = commit
 
 
-class _NoFlushes(Disk):
-    def sync_file(self, fd):
-        pass
-
-
 def _copies_not_flushed():
-    real = local_draft._FolderWriting.__init__
+    real = local_draft._FolderWriting.finish
 
-    def init(self, path, size, is_large, disk):
-        real(self, path, size, is_large, _NoFlushes())
+    def finish(self):
+        self._writer.flush = partial(os.ftruncate, self._writer.fd)
+        real(self)
 
-    local_draft._FolderWriting.__init__ = init
+    local_draft._FolderWriting.finish = finish
 
 
 def _copies_noted_too_early():

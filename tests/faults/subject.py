@@ -5,8 +5,6 @@ import math
 import torch
 
 import ckptman
-from ckptman.storage.io.durable_files import DISK
-from tests.helpers.faulty_disk import saving_to
 
 POISON = 0xA5
 """What tensors are filled with before a load: a value that reaches them is seen."""
@@ -74,11 +72,10 @@ def version_of(state, scale=1):
     return version if type(version) is int and version >= 0 and same(state, content(version, scale)) else None
 
 
-def open_run(root, state, disk=DISK, **options):
+def open_run(root, state, **options):
     """A run that saves only when asked to, and waits 20 s for other ranks at most."""
     options = {"save_policy": ckptman.EverySteps(10**6), "timeout_seconds": 20.0, **options}
-    with saving_to(disk):
-        return ckptman.Checkpointer(root, state, deadline=None, **options)
+    return ckptman.Checkpointer(root, state, deadline=None, **options)
 
 
 def save_versions(root, versions, scale=1, **options):

@@ -1,6 +1,8 @@
 """Checkpoints made without torch, for tests of what only reads names, manifests, digests and indexes."""
 
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 from xxhash import xxh3_128_digest
@@ -24,19 +26,17 @@ from ckptman.storage.format.paths import (
 )
 from ckptman.storage.format.value_codec import encode
 from ckptman.storage.io.checksums import BLOCK_BYTES, digest_bytes
-from ckptman.storage.io.durable_files import Disk
+from ckptman.storage.io.durable_files import DISK
 
 
-class QuickDisk(Disk):
-    """The same operations without waiting for storage: a test that makes a thousand checkpoints has no power cut."""
-
-    def write_file(self, path, data):
-        path.write_bytes(data)
-
-    def sync_folder(self, path):
-        pass
+@contextmanager
+def quick_disk():
+    """While this lasts, nothing waits for storage: a test that makes a thousand checkpoints has no power cut."""
+    with patch.multiple(DISK, write_file=Path.write_bytes, sync_folder=lambda path: None):
+        yield
 
 
+@quick_disk()
 def commit(
     root,
     step,
@@ -55,7 +55,7 @@ def commit(
 
     The bytes of a chunk are no container of torch's: digests hold, loading would not work. `values` are plain values.
     """
-    place = LocalBackend(root, QuickDisk())
+    place = LocalBackend(root)
     root.mkdir(parents=True, exist_ok=True)
     draft = Path(place.begin(step_folder(step), new_nonce()))
     files = {METADATA: b"nothing that anybody should unpickle"}

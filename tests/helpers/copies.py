@@ -11,7 +11,6 @@ from xxhash import xxh3_128_hexdigest
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.format.paths import DOT, MANIFEST, step_folder
-from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
 from ckptman.storage.transfer.progress import Meter
 
@@ -25,9 +24,9 @@ sys.stdin.read()
 """
 
 
-def copy(source, place, step=200, disk=DISK, **options):
+def copy(source, place, step=200, **options):
     """Copy a checkpoint of the root `source` to a backend, or to the root at a path."""
-    backend = LocalBackend(place, disk) if isinstance(place, Path) else place
+    backend = LocalBackend(place) if isinstance(place, Path) else place
     return copy_checkpoint(Catalog(source).entry(step), backend, CopyOptions(**options))
 
 

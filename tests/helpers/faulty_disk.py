@@ -135,13 +135,6 @@ class FaultyDisk(Disk):
         raise Death(f"{fault.when} {name}")
 
 
-def disk_whose(operation, does):
-    """A disk that works, but for one operation, which does this instead."""
-    disk = Disk()
-    setattr(disk, operation, does)
-    return disk
-
-
 def faults(error=None, when=WHEN):
     """Every fault, without end: the caller stops at the first that was not reached."""
     number = 0

@@ -24,7 +24,7 @@ from ckptman.storage.format.paths import journal_path, run_folder, step_folder
 from ckptman.storage.io.durable_files import DISK, Disk
 from ckptman.storage.io.failure_cause import FULL
 from tests.helpers.checkpoints import commit
-from tests.helpers.faulty_disk import saving_to
+from tests.helpers.faulty_disk import on_disk
 from tests.helpers.ranks import run_ranks
 from tests.storage.io.test_throttled_delete import tree
 
@@ -56,14 +56,14 @@ class SmallDisk(Disk):
             raise OSError(self._code, os.strerror(self._code))
 
 
-def train(root, steps, disk, *, keep=3, on_full="prune", **options):
+def train(root, steps, disk=DISK, *, keep=3, on_full="prune", **options):
     """Save each step. Returns what it warned of."""
     state = {"x": {"w": torch.zeros(TENSOR_BYTES // 4)}}
     options = {"async_save": False, "save_policy": ckptman.EverySteps(1), "deadline": None, **options}
     options |= {"retention": ckptman.KeepLast(keep), "on_full": on_full, "timeout_seconds": 60}
     with (
         warnings.catch_warnings(record=True) as caught,
-        saving_to(disk),
+        on_disk(disk),
         ckptman.Checkpointer(root, state, **options) as checkpointer,
     ):
         warnings.simplefilter("always")
@@ -133,7 +133,7 @@ def test_one_that_cannot_be_removed_keeps_no_room_of_others_from_a_save(tmp_path
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
             super().remove_tree(path)
 
-    train(tmp_path, 3, DISK)
+    train(tmp_path, 3)
     told = train(tmp_path, 4, Stuck(tmp_path, 3.5 * CHECKPOINT_BYTES), keep=1)
     assert steps_in(tmp_path) == [4]
     assert any("could not be pruned" in each and step_folder(1) in each for each in told)
@@ -143,8 +143,8 @@ def test_one_that_cannot_be_removed_keeps_no_room_of_others_from_a_save(tmp_path
 
 
 def test_what_is_pinned_is_not_pruned_for_room(tmp_path):
-    train(tmp_path, 3, DISK)
-    pin(tmp_path / step_folder(1), "the paper", by="me", time_seconds=1.0, disk=DISK)
+    train(tmp_path, 3)
+    pin(tmp_path / step_folder(1), "the paper", by="me", time_seconds=1.0)
     train(tmp_path, 5, SmallDisk(tmp_path, 4.5 * CHECKPOINT_BYTES))
     assert steps_in(tmp_path) == [1, 3, 4, 5]
 
@@ -194,7 +194,7 @@ def test_a_deletion_that_fails_is_told_once_and_fails_no_save(tmp_path):
     told = train(tmp_path, 5, Stuck(), keep=1)
     assert steps_in(tmp_path) == [5]
     assert len([each for each in told if "older checkpoints could not be pruned" in each]) == 1
-    train(tmp_path, 6, DISK, keep=1)
+    train(tmp_path, 6, keep=1)
     assert not [path for path in tmp_path.iterdir() if ".trash-" in path.name]
 
 
@@ -228,7 +228,7 @@ def small_mount(tmp_path):
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_file_system_that_is_full(small_mount, async_save):
     root = small_mount / "run"
-    told = train(root, 8, DISK, async_save=async_save)
+    told = train(root, 8, async_save=async_save)
     assert steps_in(root) == [6, 7, 8]
     assert any("the disk is full" in each for each in told)
     state = {"x": {"w": torch.empty(TENSOR_BYTES // 4)}}
@@ -237,7 +237,7 @@ def test_a_file_system_that_is_full(small_mount, async_save):
 
 
 def test_what_is_to_go_is_removed_behind_the_run(tmp_path):
-    remover = Remover(DISK, lambda path, error: None)
+    remover = Remover(lambda path, error: None)
     for number in range(5):
         remover.add(tree(tmp_path / str(number)))
     remover.close(60)
@@ -249,7 +249,7 @@ def test_what_is_to_go_is_removed_behind_the_run(tmp_path):
 
 def test_while_the_run_saves_it_waits_between_two_files_unless_somebody_needs_the_room(tmp_path, monkeypatch):
     monkeypatch.setattr(retention_runner, "_GENTLY_SECONDS", 600.0)
-    remover = Remover(DISK, lambda path, error: None)
+    remover = Remover(lambda path, error: None)
     remover.slow_down(True)
     remover.add(tree(tmp_path / "folder"))
     assert not remover.drain(0) or not (tmp_path / "folder").exists()
@@ -269,11 +269,12 @@ def test_at_the_end_what_takes_too_long_is_left(tmp_path):
             stuck.wait()
             super().remove_file(path)
 
-    remover = Remover(Slow(), lambda path, error: None)
-    remover.add(tree(tmp_path / "folder"))
-    assert seen.wait(60)
-    threading.Timer(0.2, stuck.set).start()
-    remover.close(0.05)
+    remover = Remover(lambda path, error: None)
+    with on_disk(Slow()):
+        remover.add(tree(tmp_path / "folder"))
+        assert seen.wait(60)
+        threading.Timer(0.2, stuck.set).start()
+        remover.close(0.05)
     assert (tmp_path / "folder").exists()
 
 
@@ -285,10 +286,11 @@ def test_what_cannot_be_removed_is_told_and_the_rest_goes_on(tmp_path):
             super().remove_tree(path)
 
     told = []
-    remover = Remover(Refusing(), lambda path, error: told.append(path))
-    for name in ("bad", "good"):
-        remover.add(tree(tmp_path / name))
-    assert remover.drain(60)
+    remover = Remover(lambda path, error: told.append(path))
+    with on_disk(Refusing()):
+        for name in ("bad", "good"):
+            remover.add(tree(tmp_path / name))
+        assert remover.drain(60)
     assert told == [tmp_path / "bad"]
     assert not (tmp_path / "good").exists()
     remover.close(1)

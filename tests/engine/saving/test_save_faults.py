@@ -10,7 +10,6 @@ import os
 import threading
 import warnings
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -22,9 +21,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import ckptman
 from ckptman.runtime.journal import read_journal
 from ckptman.storage.format.paths import journal_path
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import Disk
 from tests.engine.dcp.test_values import bits, load, noise, save
-from tests.helpers.faulty_disk import saving_to
+from tests.helpers.faulty_disk import on_disk
 from tests.helpers.ranks import run_ranks
 
 WAYS = {"sync": {"async_save": False}, "async": {}, "overlap": {"overlap": True}}
@@ -38,9 +37,8 @@ def state_of(step):
     return {"x": {"rows": rows, "small": torch.full((3,), step)}, "epoch": step}
 
 
-def open_run(root, state, disk=DISK, **options):
-    with saving_to(disk):
-        return ckptman.Checkpointer(root, state, deadline=None, timeout_seconds=20, **options)
+def open_run(root, state, **options):
+    return ckptman.Checkpointer(root, state, deadline=None, timeout_seconds=20, **options)
 
 
 def names(root):
@@ -110,7 +108,7 @@ FAULTS = [(0, errno.ENOSPC, 0), (1, errno.EIO, 0), (0, errno.EIO, 1), (1, errno.
 def fail_in_turn(root, options):
     """Save, fail in each way, and save again. Returns the failure of each step, and the checkpoints after it."""
     disk, state, events = FailingDisk(), state_of(1), []
-    with open_run(root, state, disk=disk, **options) as checkpointer:
+    with on_disk(disk), open_run(root, state, **options) as checkpointer:
         checkpointer.restore()
         for step, (rank, error, left) in enumerate([(None, 0, 0), *FAULTS, (None, 0, 0)], 1):
             state.update(state_of(step))
@@ -142,7 +140,7 @@ def test_a_save_that_fails_on_one_rank(tmp_path, way):
 def fail_where_warnings_are_errors(root, options):
     warnings.simplefilter("error", RuntimeWarning)
     disk, state, failures = FailingDisk(), state_of(1), []
-    with open_run(root, state, **options, disk=disk) as checkpointer:
+    with on_disk(disk), open_run(root, state, **options) as checkpointer:
         for step in (1, 2, 3):
             state.update(state_of(step))
             disk.left, disk.error = (0, errno.EDQUOT) if step == 2 else (None, 0)
@@ -167,7 +165,7 @@ def fail_alone(folder, writer):
     disk = FailingDisk()
     disk.left, disk.error = (0, errno.EFBIG) if dist.get_rank() == 1 else (None, 0)
     try:
-        with saving_to(disk), mock.patch("ckptman.api.DISK", disk):
+        with on_disk(disk):
             save(state_of(2), f"{folder}/two", writer)
         text = ""
     except dcp.api.CheckpointException as error:
@@ -207,7 +205,7 @@ class NoDirectIO(Disk):
 
 def test_where_there_is_no_direct_io_the_journal_says_so_once(tmp_path):
     state = {"x": noise(torch.int32, 2000, 300)}
-    with open_run(tmp_path, state, disk=NoDirectIO()) as checkpointer:
+    with on_disk(NoDirectIO()), open_run(tmp_path, state) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step)
     events, _ = read_journal(journal_path(tmp_path))

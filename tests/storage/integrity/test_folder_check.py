@@ -17,7 +17,7 @@ from ckptman.storage.integrity.damage_report import runs_of
 from ckptman.storage.integrity.folder_check import check_coverage, check_sizes, verify_folder
 from ckptman.storage.io import file_reader, file_scan
 from ckptman.storage.io.checksums import BLOCK_BYTES
-from tests.helpers.checkpoints import QuickDisk, blocks_of, index_files
+from tests.helpers.checkpoints import blocks_of, index_files, quick_disk
 from tests.helpers.faulty_disk import manifest_of
 
 TENSORS = {"large": 5 * BLOCK_BYTES // 4, "small": 256, "tail": BLOCK_BYTES // 4}
@@ -27,9 +27,10 @@ RANKS = 2
 FIRST, SECOND = data_name(0), data_name(1)
 
 
+@quick_disk()
 def _save(root, step=100, seed=0):
     """A checkpoint of three tensors in two data files: large in blocks 0 to 4, small in 5, tail in 5 and 6."""
-    place = LocalBackend(root, QuickDisk())
+    place = LocalBackend(root)
     root.mkdir(exist_ok=True)
     draft = Path(place.begin(step_folder(step), new_nonce()))
     files = {METADATA: b"nothing that anybody should unpickle"}
