@@ -80,13 +80,13 @@ def _hold(run: Status) -> None:
 def _answer(root: Path, request: str, owner: Owner, timeout_seconds: float) -> Mapping[str, Any]:
     from ckptman.policies.intervals import duration_text
     from ckptman.runtime.requests import answer
-    from ckptman.storage.catalog.writer_lock import holds
+    from ckptman.storage.catalog.writer_lock import owner_lives
 
     until = time.monotonic() + timeout_seconds
     while True:
         if (found := answer(root, request)) is not None:
             return found
-        if not holds(owner, root):
+        if not owner_lives(root, owner):
             if (found := answer(root, request)) is not None:  # it comes before the end
                 return found
             raise CkptmanError("the attempt ended before it carried out the request: ckptman status shows how")

@@ -9,7 +9,7 @@ from ckptman.checkpointer import Checkpointer
 from ckptman.cli import ask
 from ckptman.errors import CkptmanError
 from ckptman.jobs.chain_record import Chain, Spec
-from ckptman.storage.catalog import writer_lock
+from ckptman.storage.catalog import liveness
 from ckptman.storage.catalog.writer_lock import claim, read_owner
 from ckptman.storage.format.paths import run_folder
 from tests.helpers import unprivileged
@@ -67,8 +67,8 @@ def test_a_run_that_is_killed_before_it_answers(run, monkeypatch, is_here):
     root, world = run
     owner = read_owner(root)
     if not is_here:  # on another machine: that its claim is no longer touched is all that can be seen
-        monkeypatch.setattr(writer_lock, "_host_key", lambda: "another machine")
-        monkeypatch.setattr(writer_lock, "PATIENCE_SECONDS", 0.3)
+        monkeypatch.setattr(liveness, "_host_key", lambda: "another machine")
+        monkeypatch.setattr(liveness, "SILENT_SECONDS", 0.3)
     world.kill(0)
     world.join()
     with pytest.raises(CkptmanError, match="ended before it carried out"):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import ckptman
 from ckptman.engine.saving import memory_saves
+from ckptman.engine.saving.staging import Slot
 from ckptman.policies import EverySteps, OnStop
 from ckptman.runtime.attempts import highest_attempt
 from ckptman.runtime.journal import read_journal
@@ -440,7 +441,7 @@ def test_saves_that_fail_turn_it_off_and_training_goes_on(tmp_path, shm, monkeyp
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(memory_saves._MemoryWriter, "_write_data", full)
+    monkeypatch.setattr(Slot, "become", full)
     monkeypatch.setattr(memory_saves, "RETRY_SECONDS", 0.0)
     app = App()
     with (

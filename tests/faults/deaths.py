@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Protocol
 from unittest import mock
 
-from ckptman.storage.catalog import writer_lock
+from ckptman.storage.catalog import liveness
 from tests.faults.limits import in_child, limit
 from tests.faults.powercut import LOSSES, Flushes, survive, watched
 from tests.faults.tap import DEAD, Tap
 
 CASE_SECONDS = 30.0
-PATIENCE_SECONDS = 1.0
+SILENT_SECONDS = 1.0
 """How long a claim is watched that was torn: nobody touches it here, and 30 s would tell no more."""
 AFTER_A_KILL = ("everything", "some")
 
@@ -141,7 +141,7 @@ def _play(scene, case, tap):
 
 def impatient():
     """Inside, a torn claim is watched for a second."""
-    return mock.patch.object(writer_lock, "PATIENCE_SECONDS", PATIENCE_SECONDS)
+    return mock.patch.object(liveness, "SILENT_SECONDS", SILENT_SECONDS)
 
 
 def _complain(tally, what, end):

@@ -22,8 +22,9 @@ from ckptman.engine.state.file_layout import payload_of
 from ckptman.errors import CorruptError, FormatVersionError
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
+from ckptman.storage.catalog.liveness import this_process
 from ckptman.storage.catalog.verified import VERIFIED, identify, note_verified, read_verified
-from ckptman.storage.catalog.writer_lock import read_owner, this_process
+from ckptman.storage.catalog.writer_lock import read_owner
 from ckptman.storage.format.manifest import FileRecord, read_manifest
 from ckptman.storage.format.pickle_guard import HostilePickle, check_pickle
 from ckptman.storage.format.value_codec import TensorRef, decode, encode, tensor_ref

@@ -9,10 +9,10 @@ import pytest
 from ckptman.runtime.outcome import read_outcome, write_outcome
 from ckptman.storage.catalog import tier_identity, tiers
 from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.liveness import Owner
 from ckptman.storage.catalog.pins import pin, read_pin
 from ckptman.storage.catalog.rollback_records import parse_rollback_file
 from ckptman.storage.catalog.stored_policy import read_policy, write_policy
-from ckptman.storage.catalog.writer_lock import Owner
 from ckptman.storage.format.paths import ROOT_ID
 from ckptman.storage.format.sealed_json import seal, unseal
 from ckptman.storage.io.durable_files import DISK

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ckptman.engine.saving.draft import SaveInfo
 from ckptman.engine.saving.retention_runner import RetentionRunner
-from ckptman.engine.saving.writer import SaveInfo
 from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
 from ckptman.policies.retention import over_limit, plan, policy_mistake, untouchables
 from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy

@@ -66,7 +66,7 @@ def is_this_process(owner: Owner) -> bool:
 
 
 def is_alive(owner: Owner | None, path: Path) -> bool | None:
-    """Whether the owner of a file lives; None where it has to be watched for longer. `owner` None: it cannot be read."""
+    """Whether the owner of a file lives; None where it has to be watched for longer. `owner` None: it is unreadable."""
     if owner is not None and (lives := process_lives(owner)) is not None:
         return lives
     try:
@@ -74,7 +74,7 @@ def is_alive(owner: Owner | None, path: Path) -> bool | None:
     except OSError:
         return None
     if touched is None:  # given back, or no regular file: that is nobody's
-        _first_seen.pop(path, None)
+        forget(path)
         return False
     before, since = _first_seen.setdefault(path, (touched, time.monotonic()))
     if touched != before:
@@ -83,10 +83,15 @@ def is_alive(owner: Owner | None, path: Path) -> bool | None:
     return False if time.monotonic() - since >= SILENT_SECONDS else None
 
 
+def forget(path: Path) -> None:
+    """Forget what was seen of a file: it is watched anew."""
+    _first_seen.pop(path, None)
+
+
 def forget_all_but(paths: Container[Path], folder: Path) -> None:
     """Forget what was seen of files of a folder that are gone."""
     for gone in [path for path in _first_seen if path.parent == folder and path not in paths]:
-        _first_seen.pop(gone, None)
+        forget(gone)
 
 
 def process_lives(owner: Owner) -> bool | None:

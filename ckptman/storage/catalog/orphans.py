@@ -14,7 +14,7 @@ from ckptman.storage.catalog.liveness import Owner, is_this_process
 from ckptman.storage.catalog.overwrite import strangers_in
 from ckptman.storage.catalog.pins import read_pin
 from ckptman.storage.catalog.reader_lease import Leases, look
-from ckptman.storage.catalog.writer_lock import holds, read_owner
+from ckptman.storage.catalog.writer_lock import owner_lives, read_owner
 from ckptman.storage.format.manifest import missing_file, read_manifest
 from ckptman.storage.format.paths import Kind, StepName, parse_half_written, run_folder, step_folder
 
@@ -107,7 +107,7 @@ def find_strays(root: Path, leases: Leases, there: Sequence[tuple[Path, StepName
 
 def _owner_alive(root: Path) -> Owner | None:
     owner = read_owner(root)
-    return owner if owner is not None and holds(owner, root) else None
+    return owner if owner is not None and owner_lives(root, owner) else None
 
 
 def _is_held(path: Path, parsed: StepName, leases: Leases) -> bool:

@@ -26,6 +26,7 @@ from ckptman.storage.catalog.liveness import (
     BEAT_SECONDS,
     LOOK_SECONDS,
     Owner,
+    forget,
     is_alive,
     is_this_process,
     this_process,
@@ -52,7 +53,7 @@ def read_owner(root: Path) -> Owner | None:
     return mark.owner if mark is not None and not mark.released else None
 
 
-def holds(owner: Owner, root: Path) -> bool:
+def owner_lives(root: Path, owner: Owner) -> bool:
     """Whether a live process still has its claim on a root. From another host this takes up to `SILENT_SECONDS` to
     deny."""
     mark = _newest(root)
@@ -287,6 +288,7 @@ def _lives(root: Path, mark: _Mark) -> bool:
     if mark.released or (mark.owner is not None and mark.owner.nonce in _given_up):
         return False
     path = owner_path(root, mark.number)
+    forget(path)
     while True:
         lives = is_alive(mark.owner, path)
         # Compared with what was judged, too: a claim that was being written then may have been whole ever since.

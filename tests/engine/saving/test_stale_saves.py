@@ -10,7 +10,7 @@ from torch import nn
 
 import ckptman
 from ckptman.engine.saving import stale_saves
-from ckptman.engine.saving.writer import Draft
+from ckptman.engine.saving.draft import Draft
 from ckptman.runtime.journal import read_journal
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.format.paths import journal_path

@@ -18,15 +18,16 @@ from ckptman.engine.saving.retention_runner import RetentionRunner
 from ckptman.errors import NotFoundError
 from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast
 from ckptman.runtime.journal import Journal, read_journal
+from ckptman.storage.catalog import liveness, reader_lease
 from ckptman.storage.catalog import prune as prune_module
-from ckptman.storage.catalog import reader_lease, writer_lock
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.catalog.liveness import this_process
 from ckptman.storage.catalog.orphans import find_leftovers
 from ckptman.storage.catalog.pins import pin, read_pin
 from ckptman.storage.catalog.prune import execute, plan_prune
 from ckptman.storage.catalog.reader_lease import Lease, lease, look
-from ckptman.storage.catalog.writer_lock import claim, this_process
+from ckptman.storage.catalog.writer_lock import claim
 from ckptman.storage.format.manifest import read_manifest
 from ckptman.storage.format.paths import (
     data_name,
@@ -194,7 +195,7 @@ def test_leftovers_of_a_live_owner_stay_and_those_of_others_go(tmp_path):
     save(tmp_path, 100)
     run_folder(tmp_path).mkdir()
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
-        start_ticks = writer_lock._state_and_start(child.pid)[1]
+        start_ticks = liveness._state_and_start(child.pid)[1]
         owner = this_process("run", None).model_copy(update={"pid": child.pid, "start_ticks": start_ticks})
         owner_path(tmp_path, 1).write_text(owner.model_dump_json() + "\n")
         names = [*litter(tmp_path, owner.nonce), half_written(tmp_path, child.pid).name]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ckptman.errors import RootError
+from ckptman.storage.catalog import liveness
 from ckptman.storage.catalog import reader_lease as lease_module
-from ckptman.storage.catalog import writer_lock
-from ckptman.storage.catalog.reader_lease import TAKING, Lease, lease, look, reading
-from ckptman.storage.catalog.writer_lock import this_process
+from ckptman.storage.catalog.liveness import this_process
+from ckptman.storage.catalog.reader_lease import Lease, lease, look, reading
 from ckptman.storage.format.paths import is_lease, lease_path, run_folder, step_folder
 from ckptman.storage.io.durable_files import Disk
 from tests.helpers.faulty_disk import FaultyDisk
@@ -25,8 +25,8 @@ NAME = step_folder(100)
 @pytest.fixture
 def quick(monkeypatch):
     """Shorten the waits of half a minute."""
-    monkeypatch.setattr(lease_module, "PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(lease_module, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(liveness, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(lease_module, "LOOK_SECONDS", 0.01)
 
 
 def leave(root, nonce="0a1b2c3d", **differences):
@@ -87,7 +87,7 @@ def test_a_reader_waits_until_a_prune_that_takes_its_checkpoint_is_past_it(tmp_p
         with lease(tmp_path, [name], what="restore"):
             order.append((name, "there" if folder.exists() else "gone"))
 
-    with lease(tmp_path, [NAME], what=TAKING):
+    with lease(tmp_path, [NAME], what="prune", takes=True):
         assert look(tmp_path).names == {}, "that holds nothing"
         reader = threading.Thread(target=read, args=(NAME,))
         reader.start()
@@ -128,7 +128,7 @@ def test_nothing_is_written_through_a_link_or_for_a_root_that_is_gone(tmp_path):
 
 def test_a_reader_that_was_killed_holds_nothing(tmp_path):
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as reader:
-        path = leave(tmp_path, pid=reader.pid, start_ticks=writer_lock._state_and_start(reader.pid)[1])
+        path = leave(tmp_path, pid=reader.pid, start_ticks=liveness._state_and_start(reader.pid)[1])
         assert f"pid {reader.pid} " in look(tmp_path).names[NAME]
         reader.kill()
         reader.wait()
@@ -150,7 +150,7 @@ def test_a_reader_on_another_host_holds_while_its_lease_is_touched(tmp_path):
     assert look(tmp_path).names[NAME]
     path.unlink()
     look(tmp_path, wait=False)
-    assert path not in lease_module._first_seen, "what was seen of leases that are gone is forgotten"
+    assert path not in liveness._first_seen, "what was seen of leases that are gone is forgotten"
 
 
 @pytest.mark.usefixtures("quick")

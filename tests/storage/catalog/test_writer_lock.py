@@ -13,8 +13,10 @@ from unittest import mock
 import pytest
 
 from ckptman.errors import BusyError, RootError
+from ckptman.storage.catalog import liveness
 from ckptman.storage.catalog import writer_lock as owner_module
-from ckptman.storage.catalog.writer_lock import claim, is_alive, is_this_process, read_owner, this_process
+from ckptman.storage.catalog.liveness import is_this_process, this_process
+from ckptman.storage.catalog.writer_lock import claim, owner_lives, read_owner
 from ckptman.storage.format.paths import owner_path, run_folder
 from ckptman.storage.io.durable_files import DISK, Disk
 from tests.helpers.faulty_disk import Death, FaultyDisk, faults
@@ -25,7 +27,7 @@ SHORT_SECONDS = 0.1
 
 def soon(act, *arguments):
     """Act, and judge a process of another host after a moment, not after half a minute."""
-    with mock.patch.object(owner_module, "PATIENCE_SECONDS", SHORT_SECONDS):
+    with mock.patch.object(liveness, "SILENT_SECONDS", SHORT_SECONDS):
         return act(*arguments)
 
 
@@ -66,7 +68,7 @@ def test_a_root_is_claimed_and_given_back(tmp_path):
     owner = read_owner(root)
     assert owner == held.owner
     assert (owner.host, owner.pid, owner.job_id, owner.run_id) == (socket.gethostname(), os.getpid(), "4711", "run")
-    assert is_alive(root, owner)
+    assert owner_lives(root, owner)
     assert is_this_process(owner)
     tags = {held.next_tag() for _ in range(5)}
     assert len(tags) == 5
@@ -77,7 +79,7 @@ def test_a_root_is_claimed_and_given_back(tmp_path):
     held.check()
     held.release()
     assert read_owner(root) is None
-    assert not is_alive(root, owner)
+    assert not owner_lives(root, owner)
     claim(root, "run", None).release()
     assert marks(root) == ["owner-000002.json"], "only the last claim is kept"
 
@@ -87,7 +89,7 @@ def test_a_root_is_claimed_and_given_back(tmp_path):
 
 def test_a_dead_owner_is_taken_over(tmp_path, dead):
     before = leave(tmp_path, pid=dead)
-    assert not is_alive(tmp_path, before)
+    assert not owner_lives(tmp_path, before)
     claim(tmp_path, "run", None).release()
     assert marks(tmp_path) == ["owner-000002.json"]
 
@@ -95,32 +97,32 @@ def test_a_dead_owner_is_taken_over(tmp_path, dead):
 def test_a_pid_that_was_used_again_is_no_owner_and_a_clock_that_was_set_is_nothing(tmp_path, monkeypatch):
     owner = leave(tmp_path)
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert is_alive(tmp_path, owner)
+    assert owner_lives(tmp_path, owner)
     leave(tmp_path, start_ticks=owner.start_ticks - 1)
     claim(tmp_path, "run", None).release()
 
 
 def test_an_owner_that_is_killed_is_taken_over_at_once(tmp_path):
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
-        ticks = owner_module._state_and_start(child.pid)[1]
+        ticks = liveness._state_and_start(child.pid)[1]
         owner = leave(tmp_path, pid=child.pid, start_ticks=ticks)
-        assert is_alive(tmp_path, owner)
+        assert owner_lives(tmp_path, owner)
         with pytest.raises(BusyError, match=f"pid {child.pid}, job 4711"):
             claim(tmp_path, "run", None)
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is dead, and nobody has asked for its exit code
-        assert owner_module._state_and_start(child.pid) == ("Z", ticks)
+        assert liveness._state_and_start(child.pid) == ("Z", ticks)
         claim(tmp_path, "run", None).release()
 
 
 def test_a_process_that_this_host_hides_is_watched(tmp_path, monkeypatch):
     """With /proc mounted `hidepid`, other users' processes look as if they were not there."""
     owner = leave(tmp_path)
-    monkeypatch.setattr(owner_module, "_state_and_start", lambda pid: None)
-    assert not soon(is_alive, tmp_path, owner), "nothing is heard of it"
+    monkeypatch.setattr(liveness, "_state_and_start", lambda pid: None)
+    assert not soon(owner_lives, tmp_path, owner), "nothing is heard of it"
     monkeypatch.setattr(os, "kill", mock.Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
     with touching(owner_path(tmp_path, 1)):
-        assert is_alive(tmp_path, owner)
+        assert owner_lives(tmp_path, owner)
 
 
 # ---- another host ----------------------------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ def touching(path):
 def test_a_live_owner_on_another_host(tmp_path):
     owner = leave(tmp_path, host="node17", pid=5)
     with touching(owner_path(tmp_path, 1)):
-        assert is_alive(tmp_path, owner)
+        assert owner_lives(tmp_path, owner)
         with pytest.raises(BusyError, match="host node17, pid 5, job 4711"):
             claim(tmp_path, "run", None)
 
@@ -157,10 +159,10 @@ def test_a_dead_owner_on_another_host_or_of_another_boot(tmp_path, difference):
     """Its pid lives here, which says nothing."""
     owner = leave(tmp_path, **difference)
     begun = time.monotonic()
-    assert not soon(is_alive, tmp_path, owner)
+    assert not soon(owner_lives, tmp_path, owner)
     assert time.monotonic() - begun >= SHORT_SECONDS
     held = soon(claim, tmp_path, "run", None)
-    assert not soon(is_alive, tmp_path, owner)
+    assert not soon(owner_lives, tmp_path, owner)
     held.release()
 
 
@@ -228,14 +230,14 @@ def test_a_claim_that_is_whole_a_moment_later_is_alive(tmp_path, monkeypatch):
     leave(tmp_path)
     whole = owner_path(tmp_path, 1).read_bytes()
     owner_path(tmp_path, 1).write_bytes(b"")
-    touched_at = owner_module.touched_at
+    touched_at = liveness.touched_at
 
     def write_first(path):
         if not path.read_bytes():
             path.write_bytes(whole)
         return touched_at(path)
 
-    monkeypatch.setattr(owner_module, "touched_at", write_first)
+    monkeypatch.setattr(liveness, "touched_at", write_first)
     with pytest.raises(BusyError) as caught:
         soon(claim, tmp_path, "run", None)
     assert caught.value.job_id == "4711"

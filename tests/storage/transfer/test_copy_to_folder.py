@@ -19,9 +19,9 @@ from ckptman.storage.catalog.backends import source as copysource
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.backends.source import SourceError
 from ckptman.storage.catalog.catalog import Catalog
+from ckptman.storage.catalog.liveness import this_process
 from ckptman.storage.catalog.pins import PINNED
 from ckptman.storage.catalog.tiers import open_tier, write_tiers
-from ckptman.storage.catalog.writer_lock import this_process
 from ckptman.storage.format import index
 from ckptman.storage.format.paths import MANIFEST, owner_path
 from ckptman.storage.io import file_reader

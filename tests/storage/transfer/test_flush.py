@@ -14,7 +14,7 @@ import pytest
 from ckptman.errors import BusyError, CkptmanError, ConfigError, CorruptError, NotFoundError, RootError
 from ckptman.policies.retention_rules import KeepLast
 from ckptman.runtime.attempts import highest_attempt
-from ckptman.storage.catalog import reader_lease, writer_lock
+from ckptman.storage.catalog import liveness
 from ckptman.storage.catalog.backends.node_memory import NodeMemory
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.prune import execute, plan_prune
@@ -334,9 +334,9 @@ def test_a_flush_that_dies_anywhere_leaves_nothing_that_counts_and_the_next_ends
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [5, pytest.param(10**6, marks=WHOLE)])
 def test_what_was_begun_again_and_finished_outlives_a_power_cut(tmp_path, monkeypatch, count):
-    for module in (writer_lock, reader_lease):  # whoever died in this process is dead, although its pid is alive
-        monkeypatch.setattr(module, "process_lives", lambda claimant: False)
-    monkeypatch.setattr(writer_lock, "PATIENCE_SECONDS", 0)
+    # Whoever died in this process is dead, although its pid is alive.
+    monkeypatch.setattr(liveness, "process_lives", lambda claimant: False)
+    monkeypatch.setattr(liveness, "SILENT_SECONDS", 0)
     root, memory = tmp_path / "root", nodes_with(tmp_path, 120, {"a": range(4)})["a"]
     commit(root, 100)
     every = [fault for fault in every_fault(root, memory) if fault.when == "before"]

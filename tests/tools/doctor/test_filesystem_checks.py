@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.storage.catalog import writer_lock as owner
+from ckptman.storage.catalog import liveness
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.mount import parse_mountinfo
 from ckptman.tools.doctor import filesystem_checks, speed
@@ -80,7 +80,7 @@ def test_files_that_two_processes_make_at_once_or_nobody_can_make_are_found(crea
 
 
 def test_a_root_that_two_processes_own_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "process_lives", lambda of: False)
+    monkeypatch.setattr(liveness, "process_lives", lambda of: False)
     found = isolated(filesystem_checks.check_claim, tmp_path)
     assert (found.verdict, found.value) == ("FAILED", "a root that the other process owns was given to this one")
 

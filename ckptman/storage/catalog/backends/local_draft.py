@@ -26,7 +26,7 @@ from ckptman.storage.catalog.pins import PINNED
 from ckptman.storage.catalog.reader_lease import lease
 from ckptman.storage.catalog.rollback_records import copy_rollbacks, read_rollbacks
 from ckptman.storage.catalog.verified import identify, note_verified, read_verified
-from ckptman.storage.catalog.writer_lock import Claim, claim, holds, read_owner
+from ckptman.storage.catalog.writer_lock import Claim, claim, owner_lives, read_owner
 from ckptman.storage.format.manifest import missing_file, read_manifest
 from ckptman.storage.format.paths import DOT, MANIFEST, new_nonce
 from ckptman.storage.io.durable_files import DISK, holding
@@ -348,7 +348,7 @@ def _live_run(root: Path) -> Owner | None:
     owner = read_owner(root)
     if owner is None or is_this_process(owner) or owner.nonce in _known_dead:
         return None
-    if holds(owner, root):
+    if owner_lives(root, owner):
         return owner
     _known_dead.add(owner.nonce)
     return None
