@@ -78,7 +78,7 @@ from ckptman.session.step_consensus import Agreed, StepConsensus, stop_text
 from ckptman.session.step_reporter import StepReporter
 from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import RankWatchdog, Setting
-from ckptman.storage.catalog.backends.tiered import backend_for
+from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.format.paths import MAX_STEP, step_number
 
 _REGULAR = (None, EXIT_OK, EXIT_AGAIN)
@@ -238,8 +238,8 @@ class Checkpointer:
             self._watchdog = RankWatchdog(watchdog, self._control, root)
             undone.callback(self._watchdog.close)
             self._listening = undone.enter_context(contextlib.ExitStack())
-            self._backend = backend_for(root, tiers)
-            self._session = RunSession.open(self._control, self._backend, run_id, total_step_number(total_steps))
+            self._store = RunStore(root, tiers)
+            self._session = RunSession.open(self._control, self._store, run_id, total_step_number(total_steps))
             undone.callback(self._session.release)
             undone.callback(self._watchdog.close)  # before tiers are filled, which may take long
             self._signals = self._listen(signals)
@@ -256,11 +256,11 @@ class Checkpointer:
             self._hooks = OptimizerHooks(self._state)
             self._working.callback(self._hooks.close)
             self._saver = Saver(
-                self._backend,
+                self._store,
                 Channel(timeout_seconds),
                 self._session.journal,
                 self._session.claim,
-                RetentionRunner(self._backend, keeps, on_full, self._session.claim, self._session.journal),
+                RetentionRunner(self._store, keeps, on_full, self._session.claim, self._session.journal),
                 self._watchdog,
                 self._hooks,
                 background=async_save,
@@ -445,7 +445,7 @@ class Checkpointer:
         beat = partial(self._watchdog.beat, "restore", 0)
         beat()
         memory = self._memory.restore if self._memory is not None else None
-        restorer = Restorer(self._control, self._backend, self._session, beat, accepted, prefer_finite, memory)
+        restorer = Restorer(self._control, self._store, self._session, beat, accepted, prefer_finite, memory)
         asked = asked_settings(self._state)
         self._grown_buffers = GrownBuffers(self._state)  # what is made until now, a new process makes too
         with failing_as_one():
@@ -741,7 +741,7 @@ class Checkpointer:
         self._saver.retention.end()
         self._working.close()
         # A launcher may kill the others when the first one exits.
-        newest = self._control.run_on_leader(partial(newest_on_disk, self._backend)) if self._memory else (0, 0)
+        newest = self._control.run_on_leader(partial(newest_on_disk, self._store)) if self._memory else (0, 0)
         self._control.gather(None)
         if self._memory is not None:
             self._memory.clear_if_on_disk(newest)

@@ -30,6 +30,7 @@ from ckptman.session.memory_restore import MemoryRestore
 from ckptman.session.run_session import RunSession, refuse_other_checkpoints
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.backends.node_memory import InMemory
+from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.catalog import Entry, Listed, any_will_do, look_at
 from ckptman.storage.catalog.reader_lease import held, is_gone, refuse_gone
 from ckptman.storage.catalog.rollback_records import left_by
@@ -68,7 +69,7 @@ class Restorer:
     def __init__(
         self,
         control: Channel,
-        place: LocalBackend,
+        store: RunStore,
         attempt: RunSession,
         beat: Callable[[], None],
         accepted: AllowedMismatches,
@@ -84,7 +85,7 @@ class Restorer:
         """Of what was on disk beside it the newest."""
         self.asked: Mapping[str, str] = {}
         """What the run of what was loaded asked of optimizers and schedules when it began."""
-        self._control, self._place, self._attempt, self._beat = control, place, attempt, beat
+        self._control, self._store, self._attempt, self._beat = control, store, attempt, beat
         self.damaged: set[int] = set()
         """Commit sequences of the checkpoints that were skipped although they look complete."""
         self.held = contextlib.ExitStack()
@@ -134,7 +135,7 @@ class Restorer:
                 if step is not None and not left:
                     raise
                 refused.append(str(error))
-                if entry.path.parent == self._place.root:
+                if entry.path.parent == self._store.root:
                     self.damaged.add(entry.sequence)
                 self._skip(entry, error)
                 continue
@@ -142,11 +143,11 @@ class Restorer:
             self.asked = entry.require_manifest().asked
             return entry.step
         if refused:
-            raise CorruptError(f"{self._place.root}: no checkpoint is good. " + " ".join(refused))
+            raise CorruptError(f"{self._store.root}: no checkpoint is good. " + " ".join(refused))
         if looks > 1 or self._attempt.finds_checkpoints:  # a mount that went meanwhile left an empty folder
             raise RootError(
                 errno.ENOENT,
-                f"{self._place.root} held checkpoints when this run began, and holds none now: nothing is started at 0 "
+                f"{self._store.root} held checkpoints when this run began, and holds none now: nothing is started at 0 "
                 f"over them. See whether it is still mounted, or who removed them, and start again",
             )
         return None
@@ -229,9 +230,9 @@ class Restorer:
         if missing := found.missing:
             lost = sorted({name for name in missing if name.startswith("__")}) or missing
             return f"{len(lost)} of its parts are on no node that is left ({', '.join(lost[:3])})"
-        if (rollback := left_by(self._place.rollbacks(), manifest)) is not None:
+        if (rollback := left_by(self._store.rollbacks(), manifest)) is not None:
             return f"it is older than the rollback to step {rollback.to_step}"
-        nonfinite_reason = Entry(manifest.step, self._place.root, manifest).nonfinite_reason
+        nonfinite_reason = Entry(manifest.step, self._store.root, manifest).nonfinite_reason
         if self._prefer_finite and nonfinite_reason and any(not each.nonfinite_reason for each in left):
             return f"NaN or infinity in {nonfinite_reason}"
         suspects = {} if allow_suspect else self._attempt.suspects()
@@ -264,11 +265,11 @@ class Restorer:
 
     def _fetch(self, entry: Entry) -> CkptmanError | None:
         """Have the leader copy into the root what is elsewhere. Returns what went wrong, the same on every rank."""
-        place, meter, before = self._place, Meter(), [("", 0)]
+        store, meter, before = self._store, Meter(), [("", 0)]
 
         def fetch() -> None:
-            source, may_replace = place.source_of(entry)
-            root, options = LocalBackend(place.root), CopyOptions(meter=meter, overwrite=may_replace)
+            source, may_replace = store.source_of(entry)
+            root, options = LocalBackend(store.root), CopyOptions(meter=meter, overwrite=may_replace)
             copy_checkpoint(entry, root, options, source=source)
 
         with Worker("ckptman-fetch") as pool:
@@ -320,15 +321,15 @@ class Restorer:
         def will_do(entry: Entry) -> bool:
             return entry.step not in suspects and not (self._prefer_finite and entry.nonfinite_reason)
 
-        entries = self._place.list(until=will_do)
-        if not any(entry.complete for entry in entries) and self._place.list(abandoned=True, until=any_will_do):
+        entries = self._store.list(until=will_do)
+        if not any(entry.complete for entry in entries) and self._store.list(abandoned=True, until=any_will_do):
             require_complete(entries)
             raise CorruptError(
-                f"{self._place.root}: all that is left was abandoned by a rollback, and nothing is started over it: "
+                f"{self._store.root}: all that is left was abandoned by a rollback, and nothing is started over it: "
                 f"ckptman rollback --undo brings it back, and restore(step=...) takes one of it"
             )
         if not entries:
-            refuse_other_checkpoints(self._place.root, below=True)
+            refuse_other_checkpoints(self._store.root, below=True)
         for entry in entries:
             if not entry.complete and entry.newer_format is None:
                 self._skip(entry, CorruptError(entry.problem))
@@ -336,17 +337,17 @@ class Restorer:
         choice = choose(reversed(entries), suspects, prefer_finite=self._prefer_finite)
         self._tell_passed_over(choice, suspects)
         # A tier that is away may hold a finite one.
-        return choice if self._place.away is None else replace(choice, last_resort=[])
+        return choice if self._store.away is None else replace(choice, last_resort=[])
 
     def _of_step(self, step: int) -> Choice[Entry]:
         """Return what there is of a step: what a rollback left behind only if the step was not saved again."""
-        named = [each for each in reversed(self._place.list(abandoned=True, step=step)) if each.step == step]
+        named = [each for each in reversed(self._store.list(abandoned=True, step=step)) if each.step == step]
         if not named:
-            there = self._place.list(abandoned=True, until=any_will_do)
+            there = self._store.list(abandoned=True, until=any_will_do)
             if not there:
-                refuse_other_checkpoints(self._place.root, below=True)
+                refuse_other_checkpoints(self._store.root, below=True)
             known = ", ".join(str(entry.step) for entry in there[-10:]) or "none"
-            raise NotFoundError(f"{self._place.root} has no checkpoint of step {step}; the latest there are: {known}")
+            raise NotFoundError(f"{self._store.root} has no checkpoint of step {step}; the latest there are: {known}")
         named = [each for each in named if not each.abandoned] or named
         whole = [each for each in named if each.complete]
         if not whole:
@@ -360,11 +361,11 @@ class Restorer:
         with a tier that is away, if no checkpoint here is finite.
         """
         if choice.only_nonfinite:
-            if self._place.away is not None:
-                raise self._place.away
+            if self._store.away is not None:
+                raise self._store.away
             newest = [*choice.suspects, *choice.tried][0]
             warn(
-                f"{self._place.root}: no checkpoint is finite (step {newest.step}: NaN or infinity in "
+                f"{self._store.root}: no checkpoint is finite (step {newest.step}: NaN or infinity in "
                 f"{newest.nonfinite_reason}). The run goes on from the newest; give it another root to begin afresh"
             )
         elif choice.nonfinite:
@@ -372,7 +373,7 @@ class Restorer:
             self._tell_nonfinite([*each_once.values()], [*choice.suspects, *choice.tried][0])
         if choice.only_suspects:
             step = choice.suspects[0].step
-            raise SuspectError(f"{self._place.root}: step {step} is all there is to go on from, and {suspects[step]}")
+            raise SuspectError(f"{self._store.root}: step {step} is all there is to go on from, and {suspects[step]}")
         for entry in choice.suspects:
             self._skip(entry, SuspectError(suspects[entry.step]))
 
@@ -399,7 +400,7 @@ class Restorer:
         """Say that all that is finite turned out to be damaged."""
         if self._control.is_leader:
             warn(
-                f"{self._place.root}: no other checkpoint is finite, so the run goes on from step {entry.step} all the "
+                f"{self._store.root}: no other checkpoint is finite, so the run goes on from step {entry.step} all the "
                 f"same (NaN or infinity in {entry.nonfinite_reason}). Stop it to bring a finite one back from a copy, "
                 f"or to begin afresh in another root"
             )

@@ -20,8 +20,8 @@ from ckptman.runtime.outcome import this_node
 from ckptman.session.memory_restore import MemoryRestore
 from ckptman.session.run_session import RunSession
 from ckptman.session.timings import SaveTimes
-from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.backends.node_memory import NodeMemory, Owner, job_ids, left_behind
+from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.catalog import Entry, any_will_do, attempt_and_step
 from ckptman.storage.catalog.tier_identity import make_identity
 from ckptman.storage.format.paths import MEMORY_PATH, new_nonce
@@ -224,9 +224,9 @@ def _tell_off(session: RunSession, why: str) -> None:
         warn_only(f"nothing is saved to memory, and training goes on with disk alone: {why}")
 
 
-def newest_on_disk(backend: LocalBackend) -> tuple[int, int]:
+def newest_on_disk(store: RunStore) -> tuple[int, int]:
     """Return attempt and step of the newest checkpoint of a root; (0, -1) where there is none. Raises: CkptmanError."""
-    return attempt_and_step(backend.list(until=any_will_do))
+    return attempt_and_step(store.list(until=any_will_do))
 
 
 def age_on_disk(session: RunSession, newest: Entry | None) -> tuple[int, float]:

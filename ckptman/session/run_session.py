@@ -51,7 +51,7 @@ from ckptman.runtime.outcome import (
 from ckptman.runtime.requests import Requests
 from ckptman.session.drain_process import Drainer
 from ckptman.session.timings import process_started
-from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.catalog import any_will_do
 from ckptman.storage.catalog.orphans import find_leftovers
 from ckptman.storage.catalog.prune import PrunePlan, execute
@@ -107,15 +107,13 @@ class RunSession:
     """The state with which it ended; "" while it goes on."""
 
     @classmethod
-    def open(
-        cls, control: Channel, backend: LocalBackend, run_id: str | None, total_steps: int | None = None
-    ) -> RunSession:
+    def open(cls, control: Channel, store: RunStore, run_id: str | None, total_steps: int | None = None) -> RunSession:
         """Take the root and begin. Every rank calls it. Raises, on every rank alike: BusyError, RootError."""
         session: RunSession | None = None
         try:
             with failing_as_one(), AllRanks[RunSession | None](control) as ranks:
                 if control.is_leader:
-                    session = _begin(backend, run_id, control.world_size, total_steps)
+                    session = _begin(store, run_id, control.world_size, total_steps)
                     ranks.mine = replace(session, claim=None, journal=None, drainer=None, requests=None)
         except BaseException:  # another rank was lost, or Ctrl-C: a notebook's next cell finds the root free
             if session is not None:
@@ -303,38 +301,38 @@ class RunSession:
             self.claim.release()
 
 
-def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_steps: int | None) -> RunSession:
+def _begin(store: RunStore, run_id: str | None, world_size: int, total_steps: int | None) -> RunSession:
     _check_privacy()
-    backend.make()
-    device = device_of(backend.root)
-    if backend.tiers:
-        backend.run_ids = _run_ids(backend.root, run_id)
-    entries = backend.list(abandoned=True, until=any_will_do)
+    store.make()
+    device = device_of(store.root)
+    if store.tiers:
+        store.run_ids = _run_ids(store.root, run_id)
+    entries = store.list(abandoned=True, until=any_will_do)
     if not entries:
-        refuse_other_checkpoints(backend.root)
+        refuse_other_checkpoints(store.root)
     manifests = [entry.manifest for entry in entries if entry.manifest is not None]
     given = run_id is not None
-    run_id = run_id or (manifests[-1].run_id if manifests else _last_run_id(backend.root)) or uuid.uuid4().hex[:12]
+    run_id = run_id or (manifests[-1].run_id if manifests else _last_run_id(store.root)) or uuid.uuid4().hex[:12]
     if not given:
-        _warn_of_copy(backend.root, run_id)
+        _warn_of_copy(store.root, run_id)
     job_id = os.environ.get("SLURM_JOB_ID")
-    held = _claim(backend.root, run_id, job_id, device)
+    held = _claim(store.root, run_id, job_id, device)
     try:
         # What killed saves left may be what fills the disk, so it goes before the first save and not after it.
-        _clear_leftovers(backend.root, held.next_tag())
+        _clear_leftovers(store.root, held.next_tag())
         # Looked at again: until the claim was ours, another run may have saved.
-        finds = bool(entries or backend.list(abandoned=True, until=any_will_do))
-        events = events_of(backend.root)
+        finds = bool(entries or store.list(abandoned=True, until=any_will_do))
+        events = events_of(store.root)
         saves = typical_save_seconds(events)
-        highest = highest_attempt(backend.root, [each.attempt for each in entries])
+        highest = highest_attempt(store.root, [each.attempt for each in entries])
         number = max(highest + 1, attempt_number(os.environ))
-        session = RunSession(backend.root, number, run_id, job_id, finds, saves, held)
-        session.journal = Journal(journal_path(backend.root), tell=tell_event)
+        session = RunSession(store.root, number, run_id, job_id, finds, saves, held)
+        session.journal = Journal(journal_path(store.root), tell=tell_event)
         session.journal.rotate()
-        claim_tiers(backend.root, backend.tiers, run_id, backend.run_ids)
-        if backend.tiers:
-            write_tiers(backend.root, backend.tiers)
-            session.drainer = Drainer(backend.root.absolute(), session.journal)
+        claim_tiers(store.root, store.tiers, run_id, store.run_ids)
+        if store.tiers:
+            write_tiers(store.root, store.tiers)
+            session.drainer = Drainer(store.root.absolute(), session.journal)
         facts = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}
         told = {"launch": launch_of(os.environ), "chain": os.environ.get(CHAIN_ENV), "total_steps": total_steps}
         facts |= {name: value for name, value in told.items() if value}

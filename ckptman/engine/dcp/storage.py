@@ -45,7 +45,6 @@ from ckptman.engine.state.file_layout import Image, Layout, PlacedBytes, pickled
 from ckptman.engine.state.local_shards import is_plain
 from ckptman.engine.state.named_state import Snapshot, snapshot_of
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError
-from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.reader_lease import refuse_gone
 from ckptman.storage.format.chunk_table import pack
 from ckptman.storage.format.paths import METADATA, data_name, step_number
@@ -92,8 +91,7 @@ class StorageWriter(FileSystemWriter):
     def _begin_draft(self, final: Path) -> None:
         path, step = self._step_of_path
         info = SaveInfo.for_path(final, "saved by dcp.save", step if final == path else None)
-        backend = LocalBackend(final.parent.absolute())
-        self._draft = Draft(final, info, overwrite=self._overwriting, backend=backend)
+        self._draft = Draft(final, info, overwrite=self._overwriting)
         # DCP tells nobody that another rank has failed: the draft goes when the leader's writer is used again, or goes.
         self._abandon = weakref.finalize(self, _abandon, self._draft, os.getpid())
 

@@ -93,11 +93,32 @@ class SaveTarget(Protocol):
         """Remove what was written, after a failed save. Never raises."""
 
 
+class CheckpointStore(Protocol):
+    """Where checkpoints become visible."""
+
+    root: Path
+
+    def make(self, *, is_there: bool = False) -> None:
+        """Create it if it is missing. `is_there`: it was created before, so it is only checked. Raises: RootError."""
+
+    def begin(self, name: str, tag: str) -> str:
+        """Make the folder of a save, which nobody sees yet. `tag`: tells it from every other. Raises: OSError."""
+
+    def commit(self, draft: str, manifest: Manifest) -> object:
+        """Make a draft whose files are durable the checkpoint of its name, all of it at once. Raises: OSError."""
+
+    def abandon(self, draft: str) -> None:
+        """Remove a draft. Never raises."""
+
+    def last_sequence(self) -> int:
+        """Return the highest commit sequence that is known, which the next commit has to exceed; 0 where none is."""
+
+
 class Draft:
     """A save that nobody sees yet, in a folder beside its final name.
 
     Args:
-        backend: of the root of a run; None: of the folder that `final` is in.
+        store: of the root of a run; None: of the folder that `final` is in.
         claim: the run's, on its root; None where whoever saves has none.
     """
 
@@ -107,23 +128,23 @@ class Draft:
         info: SaveInfo,
         *,
         overwrite: bool,
-        backend: LocalBackend | None = None,
+        store: CheckpointStore | None = None,
         claim: Claim | None = None,
     ) -> None:
         self.final, self.info = final, info
         self.in_memory = False
         self._overwrite, self._claim = overwrite, claim
-        self._backend = backend or LocalBackend(final.parent.absolute())
+        self._store: CheckpointStore = store or LocalBackend(final.parent.absolute())
         self.size_bytes = 0
         """Of all files but the manifest, once it is committed."""
         self._folder: str | None = None
         self._held = contextlib.ExitStack()
 
     @classmethod
-    def of_run(cls, backend: LocalBackend, info: SaveInfo, claim: Claim | None) -> Draft:
+    def of_run(cls, store: CheckpointStore, info: SaveInfo, claim: Claim | None) -> Draft:
         """Return a draft of the step of `info` in the root of a run, which replaces what was saved of that step."""
-        final = backend.root / step_folder(info.step)
-        return cls(final, info, overwrite=True, backend=backend, claim=claim)
+        final = store.root / step_folder(info.step)
+        return cls(final, info, overwrite=True, store=store, claim=claim)
 
     def begin(self) -> str:
         """Make the folder that all ranks write to, and return its path.
@@ -139,12 +160,12 @@ class Draft:
                 raise ExistsError(f"{self.final} exists already: save under another name, or say overwrite=True")
             if not may_be_replaced(self.final):
                 raise ExistsError(f"{self.final} is no checkpoint, and is not replaced by one: name another path")
-        self._backend.make(is_there=self._claim is not None)
+        self._store.make(is_there=self._claim is not None)
         tag = self._claim.next_tag() if self._claim is not None else new_nonce()
         if self._claim is None and parse_step(self.final.name) is not None:
             # A run's claim on its root says that it is alive; whoever saves without one says so of this save.
             self._held.enter_context(lease(self.final.parent, [f"{self.final.name}.tmp-{tag}"], what="save"))
-        self._folder = self._backend.begin(self.final.name, tag)
+        self._folder = self._store.begin(self.final.name, tag)
         self._held.enter_context(holding(self.folder))
         return self._folder
 
@@ -164,9 +185,9 @@ class Draft:
         if self._claim is not None:
             self._claim.check()
         # Outside a root, under a name that is not a step's, there are no others to come after.
-        sequence = 1 + (self._backend.last_sequence() if parse_step(self.final.name) else 0)
+        sequence = 1 + (self._store.last_sequence() if parse_step(self.final.name) else 0)
         manifest = manifest_of(self.info, sequence, files, world_size, nonfinite)
-        self._backend.commit(folder, manifest)
+        self._store.commit(folder, manifest)
         self._folder, self.size_bytes = None, manifest.total_bytes
         self._held.close()
 
@@ -174,7 +195,7 @@ class Draft:
         """Remove what was written, after a failed save. Never raises."""
         folder, self._folder = self._folder, None
         if folder is not None:
-            self._backend.abandon(folder)
+            self._store.abandon(folder)
         self._held.close()
 
 

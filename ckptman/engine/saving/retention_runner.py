@@ -16,7 +16,7 @@ from ckptman.errors import warn_only
 from ckptman.policies.retention import keeps_any, policy_mistake
 from ckptman.policies.retention_rules import Record, RetentionPolicy, in_bytes, needs_capacity
 from ckptman.runtime.journal import Journal
-from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.prune import Pruned, execute, plan_prune
 from ckptman.storage.catalog.stored_policy import write_policy
 from ckptman.storage.catalog.writer_lock import Claim
@@ -39,14 +39,14 @@ class RetentionRunner:
 
     def __init__(
         self,
-        backend: LocalBackend,
+        store: RunStore,
         policy: RetentionPolicy | None,
         on_full: OnFull,
         claim: Claim | None,
         journal: Journal | None,
     ) -> None:
-        self._root, self._policy, self._on_full = backend.root, policy, on_full
-        self._catalogue = backend.catalogue
+        self._root, self._policy, self._on_full = store.root, policy, on_full
+        self._catalogue = store.local.catalogue
         self._claim, self._journal = claim, journal
         self._needs_capacity = needs_capacity(policy)
         self.damaged: set[int] = set()

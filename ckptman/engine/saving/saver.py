@@ -55,7 +55,7 @@ from ckptman.errors import CommitError, ConfigError, RankLostError, warn_only
 from ckptman.policies.retention_rules import nonfinite_text
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.watchdog import Watchdog
-from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.writer_lock import Claim
 from ckptman.storage.format.manifest import Nonfinite, Replicas
 from ckptman.storage.format.paths import data_name, step_folder
@@ -98,7 +98,7 @@ class Saver:
 
     def __init__(
         self,
-        backend: LocalBackend,
+        store: RunStore,
         channel: Channel,
         journal: Journal | None,
         claim: Claim | None,
@@ -111,7 +111,7 @@ class Saver:
         nonfinite: OnNonfinite = "ignore",
         keep_warm: bool = False,
     ) -> None:
-        self._backend, self._journal, self._claim, self._watchdog = backend, journal, claim, watchdog
+        self._store, self._journal, self._claim, self._watchdog = store, journal, claim, watchdog
         self.channel, self.retention, self._hooks, self._overlap = channel, retention, hooks, overlap
         hooks.before_step = self.wait_staged
         self._stager = Stager(Worker("ckptman-save")) if background else None
@@ -380,7 +380,7 @@ class Saver:
         while True:
             tries_left -= 1
             self.retention.save_begins()
-            draft = Draft.of_run(self._backend, info, self._claim)
+            draft = Draft.of_run(self._store, info, self._claim)
             try:
                 with self._watchdog.saving(info.step):
                     return self._writer.save(self.channel, draft, content)
@@ -496,12 +496,12 @@ class Saver:
                 "nonfinite",
                 f"the checkpoint of step {step} is not finite (NaN or infinity in "
                 f"{nonfinite_text((), found.tensors)}), and those that follow may not be either: the newest finite one "
-                f"is kept, and a restore goes back to it. See where it begins: ckptman list {self._backend.root}",
+                f"is kept, and a restore goes back to it. See where it begins: ckptman list {self._store.root}",
             )
 
     def _keep_cached(self, step: int) -> None:
         """Have what this rank wrote in the page cache, where there is memory for it."""
-        path = self._backend.root / step_folder(step) / data_name(self.channel.rank)
+        path = self._store.root / step_folder(step) / data_name(self.channel.rank)
         try:
             reason = why_not_kept(path, self._neighbours)
         except OSError:  # this rank wrote nothing, or the checkpoint is gone again

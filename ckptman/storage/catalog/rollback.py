@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptman.errors import ConfigError, CorruptError, NotFoundError
-from ckptman.storage.catalog.backends.tiered import TieredBackend
+from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.catalog import Entry
 from ckptman.storage.catalog.reader_lease import reading
 from ckptman.storage.catalog.rollback_records import Left, Rollback, copy_rollbacks, read_rollbacks, standing
@@ -102,8 +102,8 @@ def _damage(entry: Entry) -> str:
     return note.damaged if note is not None else ""
 
 
-def _everywhere(root: Path) -> TieredBackend:
-    return TieredBackend(root, read_tiers(root), strict=True)
+def _everywhere(root: Path) -> RunStore:
+    return RunStore(root, read_tiers(root), strict=True)
 
 
 def _each_once(entries: Iterable[Entry]) -> list[Entry]:
@@ -153,7 +153,7 @@ def execute(
                     undoes=change.undoes,
                 )
                 copy_rollbacks([rollback], root)
-                everywhere.hand_on_all()
+                everywhere.copy_all_rollbacks()
         return change
 
 

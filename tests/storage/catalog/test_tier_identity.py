@@ -13,7 +13,7 @@ from ckptman.policies.retention import KeepLast
 from ckptman.policies.tiers import Tier
 from ckptman.storage.catalog.backends.backend import open_backend
 from ckptman.storage.catalog.backends.local import LocalBackend
-from ckptman.storage.catalog.backends.tiered import TieredBackend
+from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.tier_identity import check_tier, mark_tier, read_identity, read_mark
 from ckptman.storage.catalog.tiers import claim_tiers, write_tiers
 from ckptman.storage.format.paths import DOT, ROOT_ID, TIER_OF
@@ -72,7 +72,7 @@ def test_a_drain_leaves_alone_what_is_of_another_root(kind, a, b, far, capsys):
     assert [entry.step for entry in place.list()] == [10]
     assert read_mark(place).id == read_identity(a)
     with pytest.raises(ConfigError, match=f"remove {there}/.ckptman/tier-of.json"):
-        TieredBackend(b, [Tier(there)]).list()
+        RunStore(b, [Tier(there)]).list()
     # What is due there stays until somebody has said where it is to go.
     commit(b, 60)
     assert main(["prune", str(b), "--keep-last", "1"]) == 0

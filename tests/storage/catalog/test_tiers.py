@@ -17,7 +17,7 @@ from ckptman.policies.tiers import Tier, due
 from ckptman.runtime.outcome import Outcome, write_outcome
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.backends.object_store import ObjectBackend
-from ckptman.storage.catalog.backends.tiered import TieredBackend
+from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.tiers import read_tiers, steps_awaiting_drain, write_tiers
 from ckptman.storage.format.paths import drained_path, outcome_path, tiers_path
@@ -289,7 +289,7 @@ def test_the_newest_wherever_it_is_and_the_nearest_copy_of_it(root, far):
     drain(root, near, tier)
     shutil.rmtree(root / "step-0000000080")
     shutil.rmtree(root / "step-0000000050")
-    place = TieredBackend(root, [near, tier])
+    place = RunStore(root, [near, tier])
     best_first = [(entry.step, entry.path.parent.name) for entry in reversed(place.list())]
     assert best_first[:7] == [
         *((80, "near"), (80, "far"), (70, "run"), (70, "far"), (60, "run"), (60, "near"), (60, "far"))
@@ -302,7 +302,7 @@ def test_the_newest_wherever_it_is_and_the_nearest_copy_of_it(root, far):
 def test_a_root_that_was_emptied_goes_on_from_its_tiers(root, far):
     drain(root, Tier(far, every=4))
     empty(root)
-    place = TieredBackend(root, [Tier(far, every=4)])
+    place = RunStore(root, [Tier(far, every=4)])
     assert [entry.step for entry in place.list()] == [40, 80]
     assert place.last_sequence() == 8
     (far / "step-0000000080" / "__0_0.distcp").unlink()
@@ -316,7 +316,7 @@ def test_a_tier_that_is_away_is_no_reason_to_start_over(root, far):
     for step in steps(root)[2:]:
         shutil.rmtree(root / f"step-{step:010d}")
     far.rename(root.parent / "away")
-    place = TieredBackend(root, [Tier(far)])
+    place = RunStore(root, [Tier(far)])
     with pytest.warns(RuntimeWarning, match="cannot be looked at, and what it has is not restored"):
         assert len(place.list()) == 2
     assert place.last_sequence() == 8
@@ -334,14 +334,14 @@ def roll_back(root, step):
 
 def taken(root, tier):
     """The step that a restore would take."""
-    return TieredBackend(root, [tier]).list()[-1].step
+    return RunStore(root, [tier]).list()[-1].step
 
 
 def test_what_was_abandoned_here_is_so_in_the_tiers(root, far):
     tier = Tier(far, every=4)
     drain(root, tier)
     assert roll_back(root, 40) == 0
-    place = TieredBackend(root, [tier])
+    place = RunStore(root, [tier])
     assert [entry.step for entry in place.list()] == [10, 20, 30, 40, 40]
     shutil.rmtree(root / "step-0000000080")
     assert [entry.step for entry in place.list()] == [10, 20, 30, 40, 40]
@@ -399,7 +399,7 @@ def test_pins_and_rollbacks_hold_in_a_store(root, store):
         drain(root, tier)
     assert [entry.step for entry in ObjectBackend(store).look()] == [10, 30]
     assert roll_back(root, 20) == 0
-    assert [entry.step for entry in TieredBackend(root, [tier]).list()] == [10, 10, 20]
+    assert [entry.step for entry in RunStore(root, [tier]).list()] == [10, 10, 20]
     again = commit(root, 30, rows=4)
     drain(root, tier)
     entries = ObjectBackend(store).look()

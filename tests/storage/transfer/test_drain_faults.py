@@ -16,7 +16,7 @@ from ckptman.storage.catalog.backends import source as copysource
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.backends.local_draft import FolderDraft
 from ckptman.storage.catalog.backends.object_store import ObjectBackend
-from ckptman.storage.catalog.backends.tiered import TieredBackend
+from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.tiers import write_tiers
 from ckptman.storage.io.durable_files import Disk
@@ -115,7 +115,7 @@ def test_what_a_newer_ckptman_wrote_to_the_root_is_not_replaced_by_what_a_store_
     here = root / "step-0000000080"
     rewrite(here, format_version=2)
     before = (here / "manifest.json").read_bytes()
-    place = TieredBackend(root, [tier])
+    place = RunStore(root, [tier])
     (remote,) = (each for each in place.list() if not each.in_folder and each.step == 80)
     source, may_replace = place.source_of(remote)
     with pytest.raises(ExistsError):
@@ -126,7 +126,7 @@ def test_what_a_newer_ckptman_wrote_to_the_root_is_not_replaced_by_what_a_store_
 def test_a_mount_that_fails_is_a_tier_that_cannot_be_looked_at(root, monkeypatch):
     far = root.parent / "far"
     drain(root, Tier(far))
-    place = TieredBackend(root, [Tier(far)])
+    place = RunStore(root, [Tier(far)])
     for name in ("stat", "lstat"):
         refuse(monkeypatch, os, name, errno.ESTALE, lambda path: str(path).startswith(str(far)))
     with pytest.warns(RuntimeWarning, match="cannot be looked at"):
@@ -182,7 +182,7 @@ def test_what_is_on_its_way_to_a_store_is_no_checkpoint_that_a_restore_misses(ro
     place = ObjectBackend(str(tier))
     place.fs.store.clear()
     place.write("step-0000000080/__0_0.distcp", b"half")
-    assert [each.complete for each in TieredBackend(root, [tier]).list()] == [True] * 8
+    assert [each.complete for each in RunStore(root, [tier]).list()] == [True] * 8
     shutil.rmtree(root / "step-0000000080")
-    assert [each.step for each in TieredBackend(root, [tier]).list() if not each.complete] == [80]
+    assert [each.step for each in RunStore(root, [tier]).list() if not each.complete] == [80]
     commit(root, 80)

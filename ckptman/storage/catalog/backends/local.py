@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 
 from ckptman.errors import CkptmanError, ConfigError, ExistsError, NotFoundError, RootError, warn
 from ckptman.policies.retention_rules import Record, RetentionPolicy
-from ckptman.policies.tiers import Tier
-from ckptman.storage.catalog.backends.backend import Backend
 from ckptman.storage.catalog.catalog import Catalog, Entry, Until
 from ckptman.storage.catalog.overwrite import may_be_replaced, strangers_in
 from ckptman.storage.catalog.pins import read_pin
@@ -96,12 +94,6 @@ class LocalBackend:
         """What it is written by."""
         self.catalogue = Catalog(self.root, remember=True)
         """What is there. It remembers what it has read, for who holds this place and saves to it."""
-        self.tiers: tuple[Tier, ...] = ()
-        """Those behind it."""
-        self.away: CkptmanError | None = None
-        """Why one of them could not be looked at when this was listed last."""
-        self.run_ids: frozenset[str] = frozenset()
-        """Of the run, by which a root that was lost knows its tiers."""
 
     def make(self, *, is_there: bool = False) -> None:
         """Create the root if it is missing. `is_there`: the run created it before, so it is only checked.
@@ -203,10 +195,6 @@ class LocalBackend:
 
     def list(self, *, abandoned: bool = False, step: int | None = None, until: Until | None = None) -> list[Entry]:
         return self.catalogue.scan(abandoned=abandoned, step=step, until=until)
-
-    def source_of(self, entry: Entry) -> tuple[Backend, bool]:
-        """Where what is not in a folder is copied from, and whether that may replace what has its name here."""
-        raise NotFoundError(f"{entry.where} is in no tier of {self.root}")
 
     def last_sequence(self) -> int:
         """Return the highest commit sequence that is known, which the next commit has to exceed; 0 where none is."""
