@@ -19,7 +19,7 @@ from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWe
 from ckptman.policies.retention import over_limit, plan, policy_mistake, untouchables
 from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy
 from ckptman.runtime.journal import Journal, read_journal
-from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.writer_lock import claim
 from ckptman.storage.format.paths import journal_path
@@ -350,7 +350,7 @@ EVAL = {"eval": 1.0}
 )
 def test_a_run_warns_once_and_waits_for_the_metric(policy, metrics, left, warning, tmp_path, recwarn):
     held, journal = claim(tmp_path, "run", None), Journal(journal_path(tmp_path))
-    keeper = RetentionRunner(LocalBackend(tmp_path), policy, "prune", held, journal)
+    keeper = RetentionRunner(RunStore(tmp_path), policy, "prune", held, journal)
     for step, each in enumerate(metrics, 1):
         commit(tmp_path, step, metrics=each)
         keeper.prune()

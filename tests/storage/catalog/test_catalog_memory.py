@@ -20,7 +20,6 @@ from ckptman.storage.catalog.verified import remember_damage
 from ckptman.storage.format import manifest as manifest_module
 from ckptman.storage.format.manifest import compare_names
 from ckptman.storage.format.paths import step_folder
-from ckptman.storage.io.durable_files import DISK
 from tests.helpers.checkpoints import commit
 
 LONG_AGO = 1_700_000_000
@@ -128,7 +127,7 @@ def data_of(root, step):
 
 
 CHANGES = {
-    "pin": lambda root: pin(root / step_folder(200), "Table 2", by="somebody", time_seconds=1.0, disk=DISK),
+    "pin": lambda root: pin(root / step_folder(200), "Table 2", by="somebody", time_seconds=1.0),
     "remove": lambda root: shutil.rmtree(root / step_folder(200)),
     "prune": lambda root: main(["prune", str(root), "--keep-last", "5"]),
     "roll back": lambda root: main(["rollback", str(root), "--to-step", "2000"]),

@@ -12,7 +12,7 @@ from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.prune import plan_prune
 from ckptman.storage.format.paths import data_name
-from tests.helpers.faulty_disk import Death, Fault, FaultyDisk, faults, holds, save
+from tests.helpers.faulty_disk import Death, Fault, FaultyDisk, faults, holds, on_disk, save
 
 
 def names(root):
@@ -22,19 +22,20 @@ def names(root):
 def failing_save_over(root, operation, count, when):
     """A disk on which the save over an earlier one of the same step fails, at the n-th operation of that name."""
     save(root, 100)
-    disk = FaultyDisk()
-    save(root, 100, b"new", disk)
+    with on_disk(FaultyDisk()) as disk:
+        save(root, 100, b"new")
     at = [number for number, name in enumerate(disk.log) if name == operation][count]
     return FaultyDisk(Fault(at, when, errno.EIO))
 
 
 def test_an_abandoned_draft_is_removed_or_left_for_prune(tmp_path):
-    place = LocalBackend(tmp_path, FaultyDisk(Fault(1, "midway", errno.EIO)))
-    draft = place.begin("step-0000000100", "0123abcd-1")
-    for rank in range(2):
-        (Path(draft) / data_name(rank)).touch()
-    with pytest.warns(RuntimeWarning, match=r"could not be removed .*ckptman prune will"):
-        place.abandon(draft)
+    place = LocalBackend(tmp_path)
+    with on_disk(FaultyDisk(Fault(1, "midway", errno.EIO))):
+        draft = place.begin("step-0000000100", "0123abcd-1")
+        for rank in range(2):
+            (Path(draft) / data_name(rank)).touch()
+        with pytest.warns(RuntimeWarning, match=r"could not be removed .*ckptman prune will"):
+            place.abandon(draft)
     assert [each.path.name for each in plan_prune(tmp_path, None).leftovers] == ["step-0000000100.tmp-0123abcd-1"]
     place.abandon(draft)
     assert names(tmp_path) == set()
@@ -44,16 +45,16 @@ def test_an_abandoned_draft_is_removed_or_left_for_prune(tmp_path):
 def test_a_save_that_cannot_take_its_name_puts_the_earlier_one_back(tmp_path):
     disk = failing_save_over(tmp_path / "other", "rename", 1, "before")
     before = save(tmp_path, 100)
-    with pytest.raises(OSError, match="Input/output error"):
-        save(tmp_path, 100, b"new", disk)
+    with on_disk(disk), pytest.raises(OSError, match="Input/output error"):
+        save(tmp_path, 100, b"new")
     assert Catalog(tmp_path).entry(100).path == before.path
 
 
 def test_trouble_with_the_earlier_save_fails_no_save(tmp_path):
     disk = failing_save_over(tmp_path / "other", "remove_tree", 0, "midway")
     save(tmp_path / "root", 100)
-    with pytest.warns(RuntimeWarning, match=r"could not be removed .*ckptman prune will"):
-        saved = save(tmp_path / "root", 100, b"new", disk)
+    with on_disk(disk), pytest.warns(RuntimeWarning, match=r"could not be removed .*ckptman prune will"):
+        saved = save(tmp_path / "root", 100, b"new")
     assert list(holds(tmp_path / "root")) == [100]
     assert saved.sequence == 2
 

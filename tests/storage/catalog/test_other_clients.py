@@ -21,7 +21,6 @@ from ckptman.storage.catalog.reader_lease import is_gone
 from ckptman.storage.catalog.stored_policy import write_policy
 from ckptman.storage.format.paths import MANIFEST, METADATA, step_folder
 from ckptman.storage.io import safe_open
-from ckptman.storage.io.durable_files import DISK
 from tests.helpers.other_client import other_client
 
 OLD, NEW = step_folder(1), step_folder(2)
@@ -173,10 +172,10 @@ def test_a_mount_that_goes_away_in_a_run_gets_nothing_below_it(root, client):
 
 def test_what_another_client_replaces_is_looked_for_again(root, client, monkeypatch):
     """GlusterFS says ESTALE of a file for a second after another client has replaced it."""
-    pin(root / NEW, "the best", by="me", time_seconds=1.0, disk=DISK)
+    pin(root / NEW, "the best", by="me", time_seconds=1.0)
     look_at_all(client.path)
     client.turn("stale")
-    pin(root / NEW, "better than that", by="me", time_seconds=2.0, disk=DISK)
+    pin(root / NEW, "better than that", by="me", time_seconds=2.0)
 
     def wait(seconds):
         client.turn("stale", False)

@@ -20,7 +20,7 @@ from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.storage.catalog import liveness, reader_lease
 from ckptman.storage.catalog import prune as prune_module
-from ckptman.storage.catalog.backends.local import LocalBackend
+from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.liveness import this_process
 from ckptman.storage.catalog.orphans import find_leftovers
@@ -39,9 +39,9 @@ from ckptman.storage.format.paths import (
     step_folder,
 )
 from ckptman.storage.integrity.folder_check import verify_folder
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import Disk
 from tests.helpers.checkpoints import commit, steps_of
-from tests.helpers.faulty_disk import holds, rewrite, save
+from tests.helpers.faulty_disk import holds, on_disk, rewrite, save
 
 NAME = "step-0000000100"
 tags = (f"0123abcd-{number}" for number in itertools.count(1))
@@ -62,9 +62,9 @@ def root(tmp_path):
     return tmp_path / "root"
 
 
-def prune(root, policy=None, disk=DISK, **more):
+def prune(root, policy=None, **more):
     """Prune by the policy, or keep the last one."""
-    return execute(root, plan_prune(root, policy or KeepLast(1)), next(tags), disk, **more)
+    return execute(root, plan_prune(root, policy or KeepLast(1)), next(tags), **more)
 
 
 def clear(root):
@@ -84,7 +84,7 @@ def left(root):
 
 
 def pin_it(folder, why="the paper"):
-    pin(folder, why, by="me", time_seconds=1.0, disk=DISK)
+    pin(folder, why, by="me", time_seconds=1.0)
 
 
 # ---- by plan ---------------------------------------------------------------------------------------------------------
@@ -382,7 +382,8 @@ def test_who_comes_between_the_look_and_the_deed_gets_the_checkpoint_back(coming
     come, reason, stay, _ = COMING[coming]
     before = holds(root)
     with contextlib.ExitStack() as readers:
-        done = prune(root, disk=Meanwhile(lambda: come(root, readers)))
+        with on_disk(Meanwhile(lambda: come(root, readers))):
+            done = prune(root)
         assert reason in done.spared[1]
         assert done.deleted == {2} - done.spared.keys()
         assert done.freed_bytes == sum(Catalog(root).entry(100).require_manifest().total_bytes for _ in done.deleted)
@@ -394,18 +395,18 @@ def test_what_cannot_be_put_back_stays_in_the_trash_with_every_byte_until_it_can
     come, reason, stay, note = COMING[coming]
     before = holds(root)
     with contextlib.ExitStack() as readers:
-        disk = Meanwhile(lambda: come(root, readers), one_way=True)
+        disk = readers.enter_context(on_disk(Meanwhile(lambda: come(root, readers), one_way=True)))
         with pytest.raises(OSError, match=f"stays under this name, as it cannot be put back: {reason}") as told:
-            prune(root, disk=disk)
+            prune(root)
         folder = trash(root)
         assert (told.value.errno, told.value.filename) == (errno.EBUSY, str(folder))
         assert sorted(holds(root)) == [step for step in stay if step != 100], "what nobody wanted is gone all the same"
         for _ in range(2):
             with contextlib.suppress(OSError):
-                prune(root, disk=disk)
+                prune(root)
             assert is_whole(folder)
         disk.one_way = False
-        prune(root, disk=disk)
+        prune(root)
         assert holds(root) == {step: before[step] for step in stay}
         assert (found := read_pin(root / NAME)) == note or found.why == note
     if note is None:
@@ -422,8 +423,8 @@ def test_where_the_step_was_saved_again_both_are_there(root):
             readers.enter_context(lease(root, [NAME], what="restore"))
 
         # Nothing is renamed over what has the name by now.
-        with pytest.raises(OSError, match="cannot be put back: in use by restore"):
-            prune(root, disk=Meanwhile(meanwhile))
+        with on_disk(Meanwhile(meanwhile)), pytest.raises(OSError, match="cannot be put back: in use by restore"):
+            prune(root)
         now = holds(root)
         assert sorted(now) == [100, 300]
         assert now[100] != before[100]
@@ -437,8 +438,9 @@ def test_where_the_step_was_saved_again_both_are_there(root):
 def test_a_run_says_what_cannot_be_put_back_and_goes_on(root):
     journal, claimed = Journal(root / "journal.jsonl"), claim(root, "run", None)
     with contextlib.ExitStack() as readers:
-        disk = Meanwhile(lambda: readers.enter_context(lease(root, [NAME], what="restore")), one_way=True)
-        keeper = RetentionRunner(LocalBackend(root, disk), KeepLast(1), "fail", claimed, journal)
+        read = Meanwhile(lambda: readers.enter_context(lease(root, [NAME], what="restore")), one_way=True)
+        readers.enter_context(on_disk(read))
+        keeper = RetentionRunner(RunStore(root), KeepLast(1), "fail", claimed, journal)
         with pytest.warns(RuntimeWarning, match="could not be pruned.* cannot be put back: in use by restore"):
             keeper.prune()
         save(root, 400)
@@ -469,12 +471,13 @@ def test_what_is_removed_while_a_run_plans_is_no_leftover(root, monkeypatch):
 
     journal, claimed = Journal(root / "journal.jsonl"), claim(root, "run", None)
     monkeypatch.setattr(retention_runner, "plan_prune", plan)
-    keeper = RetentionRunner(LocalBackend(root, Waiting(None, one_way=True)), KeepLast(1), "fail", claimed, journal)
-    keeper.prune()
-    save(root, 400)
-    keeper.prune()
-    assert may_remove.is_set()
-    keeper.close()
+    keeper = RetentionRunner(RunStore(root), KeepLast(1), "fail", claimed, journal)
+    with on_disk(Waiting(None, one_way=True)):
+        keeper.prune()
+        save(root, 400)
+        keeper.prune()
+        assert may_remove.is_set()
+        keeper.close()
     journal.close()
     claimed.release()
     assert {each["event"] for each in read_journal(root / "journal.jsonl")[0]} == {"pruned"}
@@ -497,8 +500,8 @@ def test_a_root_that_is_exchanged_meanwhile_costs_nobody_else_anything(tmp_path,
                 mine.symlink_to(victim)
             super().rename(source, target)
 
-    with contextlib.suppress(OSError):
-        execute(mine, plan_prune(mine, KeepLast(1)), "x", Exchanging())
+    with contextlib.suppress(OSError), on_disk(Exchanging()):
+        execute(mine, plan_prune(mine, KeepLast(1)), "x")
     assert sorted(holds(victim)) == [10, 20, 30]
 
     mine.unlink()

@@ -17,7 +17,7 @@ from ckptman.storage.catalog.liveness import this_process
 from ckptman.storage.catalog.reader_lease import Lease, lease, look, reading
 from ckptman.storage.format.paths import is_lease, lease_path, run_folder, step_folder
 from ckptman.storage.io.durable_files import Disk
-from tests.helpers.faulty_disk import FaultyDisk
+from tests.helpers.faulty_disk import on_disk
 
 NAME = step_folder(100)
 
@@ -104,7 +104,7 @@ def test_a_reader_waits_until_a_prune_that_takes_its_checkpoint_is_past_it(tmp_p
 
 @pytest.mark.parametrize("operation", ["make_folder", "write_file"])
 def test_a_reader_that_cannot_write_reads_without_a_lease(tmp_path, operation):
-    class Refusing(FaultyDisk):
+    class Refusing(Disk):
         def make_folder_if_missing(self, path):
             if operation == "make_folder":
                 raise PermissionError(13, "Permission denied")
@@ -113,7 +113,7 @@ def test_a_reader_that_cannot_write_reads_without_a_lease(tmp_path, operation):
         def write_file(self, path, data):
             raise OSError(28, "No space left on device")
 
-    with lease(tmp_path, [NAME], what="verify", disk=Refusing()):
+    with on_disk(Refusing()), lease(tmp_path, [NAME], what="verify"):
         assert look(tmp_path).names == {}
 
 
@@ -267,7 +267,7 @@ def test_a_lease_that_is_over_is_not_made_again(tmp_path):
             super().create_whole_file(path, data)
             path.parent.joinpath("made").touch()
 
-    with lease(tmp_path, [NAME], what="verify", disk=Once()) as nonce:
+    with on_disk(Once()), lease(tmp_path, [NAME], what="verify") as nonce:
         lease_path(tmp_path, nonce).unlink()
     assert leases_in(tmp_path) == ["made"]
 
@@ -282,11 +282,12 @@ def test_who_reads_from_a_mount_that_hangs_gets_away_from_it(tmp_path, monkeypat
             answers.wait(60)
             super().remove_file(path)
 
-    with lease(tmp_path, [NAME], what="verify", disk=Hanging()) as nonce:
-        pass
-    assert leases_in(tmp_path) == [lease_path(tmp_path, nonce).name]
-    answers.set()
-    await_threads()
+    with on_disk(Hanging()):
+        with lease(tmp_path, [NAME], what="verify") as nonce:
+            pass
+        assert leases_in(tmp_path) == [lease_path(tmp_path, nonce).name]
+        answers.set()
+        await_threads()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -300,9 +301,10 @@ def test_a_lease_that_cannot_be_removed_is_removed_later(tmp_path, monkeypatch):
                 raise errors.pop()
             super().remove_file(path)
 
-    with lease(tmp_path, [NAME], what="verify", disk=Away()):
-        pass
-    await_threads()
+    with on_disk(Away()):
+        with lease(tmp_path, [NAME], what="verify"):
+            pass
+        await_threads()
     assert errors == []
     assert list(tmp_path.iterdir()) == []
 

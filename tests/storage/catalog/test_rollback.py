@@ -1,5 +1,6 @@
 """Going back to an earlier step: what is newer stays on disk, is named, and nobody restores it unasked."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,9 +24,8 @@ from ckptman.storage.catalog.verified import remember_damage
 from ckptman.storage.catalog.writer_lock import claim
 from ckptman.storage.format.manifest import Nonfinite
 from ckptman.storage.format.paths import journal_path, rollback_path, run_folder
-from ckptman.storage.io.durable_files import DISK
 from tests.helpers.checkpoints import commit, steps_of
-from tests.helpers.faulty_disk import Death, FaultyDisk, faults, save
+from tests.helpers.faulty_disk import Death, FaultyDisk, faults, on_disk, save
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def root(tmp_path):
     return tmp_path / "run"
 
 
-def back(root, step, why="", disk=DISK):
+def back(root, step, why=""):
     return execute(
         root,
         partial(plan_rollback, root, step),
@@ -44,7 +44,6 @@ def back(root, step, why="", disk=DISK):
         by="me@here",
         time_seconds=1.0,
         highest=highest_attempt,
-        disk=disk,
     )
 
 
@@ -200,17 +199,16 @@ def test_a_rollback_that_cannot_be_read_is_no_reason_to_restore_what_it_left(roo
     assert steps(root) == [10, 20, 30, 40, 50]
 
 
-def after_each_fault(tmp_path, act):
+def after_each_fault(tmp_path, act, before=lambda root: None):
     """Act on a disk that fails at one operation, on a root of steps 10, 20, 30, until no fault is reached; after each
-    yield the root."""
+    yield the root. `before` works."""
     for number, fault in enumerate(faults()):
         root, disk = tmp_path / str(number), FaultyDisk(fault)
         for step in (10, 20, 30):
             save(root, step, b"%d" % step)
-        try:
-            act(root, disk)
-        except (Death, OSError):
-            pass
+        before(root)
+        with contextlib.suppress(Death, OSError), on_disk(disk):
+            act(root)
         yield root
         if not disk.struck:
             break
@@ -219,7 +217,7 @@ def after_each_fault(tmp_path, act):
 def test_a_death_at_any_operation_leaves_all_or_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     outcomes = []
-    for root in after_each_fault(tmp_path, lambda root, disk: back(root, 10, disk=disk)):
+    for root in after_each_fault(tmp_path, lambda root: back(root, 10)):
         assert steps(root, abandoned=True) == [10, 20, 30]
         outcomes.append(steps(root))
         for claimed in run_folder(root).glob("owner-*"):
@@ -235,12 +233,11 @@ def test_a_death_while_the_step_is_saved_again_keeps_what_was_left(tmp_path, mon
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     lost = []
 
-    def save_again(root, disk):
+    def leave(root):
         lost[:] = [Catalog(root).entry(step).identity for step in (20, 30)]
         back(root, 10)
-        save(root, 20, b"again", disk)
 
-    for root in after_each_fault(tmp_path, save_again):
+    for root in after_each_fault(tmp_path, lambda root: save(root, 20, b"again"), leave):
         entries = Catalog(root).scan(abandoned=True)
         assert [entry.identity for entry in entries if entry.abandoned and entry.complete] == lost
         assert steps_of(entry for entry in entries if not entry.abandoned) in ([10], [10, 20])

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from unittest.mock import patch
 
 import pytest
 
@@ -17,11 +18,12 @@ from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.tier_identity import check_tier, mark_tier, read_identity, read_mark
 from ckptman.storage.catalog.tiers import claim_tiers, write_tiers
 from ckptman.storage.format.paths import DOT, ROOT_ID, TIER_OF
-from ckptman.storage.io.durable_files import Disk
+from ckptman.storage.io.durable_files import DISK, Disk
 from ckptman.storage.transfer import drain
 from ckptman.storage.transfer.drain import copy_checkpoint, plan_drain
 from tests.end_to_end.test_tiers import drains_here, run
 from tests.helpers.checkpoints import commit
+from tests.helpers.faulty_disk import on_disk
 from tests.storage.catalog.test_tiers import steps
 
 __all__ = ["drains_here"]
@@ -61,7 +63,7 @@ def test_two_runs_do_not_share_a_tier(has_run, a, b, far):
 @pytest.mark.parametrize("kind", ["folder", "memory"])
 def test_a_drain_leaves_alone_what_is_of_another_root(kind, a, b, far, capsys):
     there = str(far) if kind == "folder" else f"memory://{far.parent.name}/far"
-    place = open_backend(there, Disk())
+    place = open_backend(there)
     for root, step in ((a, 10), (b, 50)):
         commit(root, step)
         write_tiers(root, [Tier(there)])
@@ -113,13 +115,14 @@ def test_of_two_at_once_one_gets_the_tier(a, b, far):
         claim_tiers(root, [], root.name)
     (far / DOT).mkdir(parents=True)
 
-    class Late(Disk):
-        def create_whole_file(self, path, data):
+    def come_late(path, data):
+        with on_disk(Disk()):
             mark_tier(b, LocalBackend(far), "b", renew=False)
-            super().create_whole_file(path, data)
+        Disk.create_whole_file(DISK, path, data)
 
-    with pytest.raises(ConfigError, match="is of another root"):
-        mark_tier(a, LocalBackend(far, Late()), "a", renew=False)
+    late = patch.object(DISK, "create_whole_file", come_late)
+    with late, pytest.raises(ConfigError, match="is of another root"):
+        mark_tier(a, LocalBackend(far), "a", renew=False)
     assert read_mark(LocalBackend(far)).run_id == "b"
 
 

@@ -16,9 +16,8 @@ from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.prune import execute, plan_prune
 from ckptman.storage.catalog.verified import VERIFIED, forget_verified, identify, note_verified
 from ckptman.storage.format.manifest import missing_file
-from ckptman.storage.io.durable_files import DISK
 from tests.helpers.checkpoints import commit, note_in, steps_of
-from tests.helpers.faulty_disk import WHEN, Death, FaultyDisk, faults
+from tests.helpers.faulty_disk import WHEN, Death, FaultyDisk, faults, on_disk
 
 BOTH = ("digests", "coverage")
 
@@ -28,10 +27,10 @@ def entry(tmp_path):
     return commit(tmp_path / "root", 100)
 
 
-def note(entry, levels=BOTH, now=1000.0, disk=DISK, version="0.1.0", **more):
+def note(entry, levels=BOTH, now=1000.0, version="0.1.0", **more):
     identity = identify(entry.path, entry.require_manifest())
     with mock.patch("time.time", return_value=now), mock.patch("ckptman.storage.catalog.verified.__version__", version):
-        note_verified(entry.path, identity, levels=levels, disk=disk, **more)
+        note_verified(entry.path, identity, levels=levels, **more)
 
 
 def noted(entry):
@@ -145,9 +144,9 @@ def test_no_bytes_of_a_note_make_anything_fail(data, entry):
 
 
 def test_it_is_taken_back(entry):
-    forget_verified(entry.path, DISK)  # nothing there: no error
+    forget_verified(entry.path)  # nothing there: no error
     note(entry)
-    forget_verified(entry.path, DISK)
+    forget_verified(entry.path)
     assert not (entry.path / VERIFIED).exists()
 
 
@@ -157,7 +156,8 @@ def test_a_crash_or_a_disk_that_refuses_leaves_the_old_note_or_the_new_one(error
         entry, disk = commit(tmp_path / str(number), 100), FaultyDisk(fault)
         note(entry)
         try:
-            note(entry, now=2000.0, disk=disk)
+            with on_disk(disk):
+                note(entry, now=2000.0)
         except Death:
             assert error is None
         except OSError as refused:
@@ -173,7 +173,7 @@ def test_several_at_once_leave_a_note_that_holds(entry):
     identity = identify(entry.path, entry.require_manifest())
 
     def verify(number):
-        note_verified(entry.path, identity, levels=BOTH, world_sizes=[number], disk=DISK)
+        note_verified(entry.path, identity, levels=BOTH, world_sizes=[number])
 
     threads = [threading.Thread(target=verify, args=(number,)) for number in range(1, 9)]
     for thread in threads:

@@ -19,7 +19,7 @@ from ckptman.storage.catalog.liveness import is_this_process, this_process
 from ckptman.storage.catalog.writer_lock import claim, owner_lives, read_owner
 from ckptman.storage.format.paths import owner_path, run_folder
 from ckptman.storage.io.durable_files import DISK, Disk
-from tests.helpers.faulty_disk import Death, FaultyDisk, faults
+from tests.helpers.faulty_disk import Death, FaultyDisk, faults, on_disk
 from tests.helpers.ranks import run_ranks
 
 SHORT_SECONDS = 0.1
@@ -299,13 +299,13 @@ def test_a_mount_that_goes_while_its_root_is_claimed(tmp_path, operation):
     """Nothing is made below it, it is no other run that has it, and it is free once it is back."""
     root, mount = tmp_path / "root", tmp_path / "elsewhere"
 
-    def leave(disk, path, *data):
-        getattr(Disk, operation)(disk, path, *data)
+    def leave(path, *data):
+        getattr(Disk, operation)(DISK, path, *data)
         root.rename(mount)
 
     root.mkdir()
-    with pytest.raises(RootError, match="No such file"):
-        claim(root, "run", None, disk=type("Leaving", (Disk,), {operation: leave})())
+    with mock.patch.object(DISK, operation, leave), pytest.raises(RootError, match="No such file"):
+        claim(root, "run", None)
     assert not root.exists()
     mount.rename(root)
     claim(root, "run", None).release()
@@ -329,12 +329,10 @@ def test_whoever_looked_too_early_loses(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT])
 def test_a_root_that_cannot_be_written(tmp_path, code):
-    class Refusing(Disk):
-        def create_file(self, path, data):
-            raise OSError(code, os.strerror(code), str(path))
-
-    with pytest.raises(RootError, match=r"cannot be written .*: check permissions, quota and the mount") as caught:
-        claim(tmp_path, "run", None, disk=Refusing())
+    refused = mock.patch.object(DISK, "create_file", side_effect=OSError(code, os.strerror(code), str(tmp_path)))
+    words = r"cannot be written .*: check permissions, quota and the mount"
+    with refused, pytest.raises(RootError, match=words) as caught:
+        claim(tmp_path, "run", None)
     assert caught.value.errno == code
 
 
@@ -364,8 +362,8 @@ def test_death_at_any_operation_of_a_claim(tmp_path, monkeypatch, dead, left):
         with monkeypatch.context() as patch:
             # Who dies in this test does not live on in this process.
             patch.setattr(owner_module, "this_process", lambda run, job: late)
-            with contextlib.suppress(Death):
-                claim(root, "run", None, disk=disk).release()
+            with contextlib.suppress(Death), on_disk(disk):
+                claim(root, "run", None).release()
         held = soon(claim, root, "run", None)
         assert len(marks(root)) == 1
         assert read_owner(root) == held.owner
@@ -380,14 +378,14 @@ def test_an_error_at_any_operation_of_a_claim(tmp_path, dead):
     for fault in faults(errno.ENOSPC):
         root = tmp_path / f"{fault.at}-{fault.when}"
         leave(root, 7, pid=dead)
-        disk = FaultyDisk(fault)
-        try:
-            held = claim(root, "run", None, disk=disk)
-        except RootError as error:
-            assert error.errno == errno.ENOSPC
-            if (fault.when, disk.log[-1]) != ("after", "create_file"):
-                held = soon(claim, root, "run", None)
-        held.release()
+        with on_disk(FaultyDisk(fault)) as disk:
+            try:
+                held = claim(root, "run", None)
+            except RootError as error:
+                assert error.errno == errno.ENOSPC
+                if (fault.when, disk.log[-1]) != ("after", "create_file"):
+                    held = soon(claim, root, "run", None)
+            held.release()
         if not disk.struck:
             break
 

@@ -16,7 +16,6 @@ from ckptman.storage.catalog.tiers import read_drained, read_tiers, write_draine
 from ckptman.storage.catalog.verified import VERIFIED, read_verified, remember_damage
 from ckptman.storage.format.paths import retention_path, rollback_path, tiers_path
 from ckptman.storage.format.sealed_json import SealError, seal, unseal
-from ckptman.storage.io.durable_files import DISK
 from tests.helpers.checkpoints import commit
 
 
@@ -47,7 +46,7 @@ def test_what_was_sealed_is_what_is_unsealed(text):
 
 def test_a_pin_that_has_changed_pins(tmp_path):
     folder = commit(tmp_path, 10).path
-    pin(folder, "Table 2", by="me", time_seconds=1.0, disk=DISK)
+    pin(folder, "Table 2", by="me", time_seconds=1.0)
     change(folder / PINNED, b"Table 2", b"Table 3")
     assert "cannot be read" in read_pin(folder).why
     change(folder / PINNED, b"Table 3", b"Table 2")

@@ -144,7 +144,7 @@ def test_a_folder_that_is_exchanged_while_it_is_removed(tmp_path):
             trash.rename(tmp_path / "root" / "aside")
             trash.symlink_to(victim)
 
-    remove_by_file(trash, DISK, exchange)
+    remove_by_file(trash, exchange)
     assert len(list(victim.iterdir())) == 5
     assert not list((tmp_path / "root" / "aside").iterdir())
 

@@ -11,9 +11,10 @@ import pytest
 from ckptman.storage.io import file_writer
 from ckptman.storage.io import threads as parallel
 from ckptman.storage.io.checksums import Digests, digest_file, digest_of_blocks
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import Disk
 from ckptman.storage.io.file_writer import Written, write_source
 from ckptman.storage.io.threads import ALIGN_BYTES, STRIDE_BYTES
+from tests.helpers.faulty_disk import on_disk
 from tests.helpers.files import BLOCK, digests_of, random_bytes, refuse_direct
 
 
@@ -74,7 +75,7 @@ def test_a_file_holds_the_bytes_of_its_source(folder, threads, own):
         data, path = random_bytes(size), folder / f"file-{number}"
         for shift in (0, 64) if own else (0,):
             path.unlink(missing_ok=True)
-            written = write_source(path, Bytes(data, own, shift), disk=DISK, threads=threads)
+            written = write_source(path, Bytes(data, own, shift), threads=threads)
             assert path.read_bytes() == data
             _, blocks = digest_file(path, BLOCK)
             digests = Digests(BLOCK, b"".join(blocks), size)
@@ -93,11 +94,12 @@ def test_direct_io_is_used_where_the_file_system_takes_it(tmp_path, monkeypatch)
         assert np.frombuffer(data, np.uint8).ctypes.data % ALIGN_BYTES == 0
         return os.pwrite(fd, data, offset)
 
-    written = write_source(tmp_path / "x", Bytes(random_bytes(BLOCK)), disk=FailingDisk(0, look))
+    with on_disk(FailingDisk(0, look)):
+        written = write_source(tmp_path / "x", Bytes(random_bytes(BLOCK)))
     assert written.buffered_because is None
     assert flags == [os.O_DIRECT]
     refuse_direct(monkeypatch)
-    plain = write_source(tmp_path / "y", Bytes(random_bytes(BLOCK)), disk=DISK)
+    plain = write_source(tmp_path / "y", Bytes(random_bytes(BLOCK)))
     assert "no direct I/O" in str(plain.buffered_because)
     assert "Invalid argument" in str(plain.buffered_because)
     assert (tmp_path / "y").read_bytes() == (tmp_path / "x").read_bytes()
@@ -109,8 +111,8 @@ def test_direct_io_is_used_where_the_file_system_takes_it(tmp_path, monkeypatch)
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
 def test_a_refusal_at_a_write_falls_back_and_keeps_what_is_there(tmp_path, at, threads, number):
     data = random_bytes(3 * STRIDE_BYTES + BLOCK)
-    disk = FailingDisk(at, failing(number))
-    written = write_source(tmp_path / "x", Bytes(data), disk=disk, threads=threads)
+    with on_disk(FailingDisk(at, failing(number))) as disk:
+        written = write_source(tmp_path / "x", Bytes(data), threads=threads)
     assert (tmp_path / "x").read_bytes() == data
     assert written.digests.blocks == digests_of(tmp_path / "x").blocks
     assert os.strerror(number) in written.buffered_because
@@ -132,8 +134,8 @@ def test_short_writes_are_completed(tmp_path, monkeypatch, direct, taken):
             fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
     data = random_bytes(STRIDE_BYTES + BLOCK)
-    disk = FailingDisk(0, take_less)
-    write_source(tmp_path / "x", Bytes(data), disk=disk, threads=2)
+    with on_disk(FailingDisk(0, take_less)):
+        write_source(tmp_path / "x", Bytes(data), threads=2)
     assert (tmp_path / "x").read_bytes() == data
 
 
@@ -142,23 +144,23 @@ def test_short_writes_are_completed(tmp_path, monkeypatch, direct, taken):
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_disk_that_fails_stops_the_write(tmp_path, threads, number, at):
     source, disk = Bytes(bytes(16 * STRIDE_BYTES)), FailingDisk(at, failing(number))
-    with pytest.raises(OSError, match=str(tmp_path / "x")) as caught:
-        write_source(tmp_path / "x", source, disk=disk, threads=threads)
+    with on_disk(disk), pytest.raises(OSError, match=str(tmp_path / "x")) as caught:
+        write_source(tmp_path / "x", source, threads=threads)
     assert caught.value.errno == number
     assert source.views <= at + 3 * threads
     assert disk.syncs == 0
 
 
 def test_a_write_that_writes_nothing_is_an_error(tmp_path):
-    with pytest.raises(OSError, match="wrote nothing") as caught:
-        write_source(tmp_path / "x", Bytes(bytes(BLOCK)), disk=FailingDisk(0, lambda *_: 0))
+    with on_disk(FailingDisk(0, lambda *_: 0)), pytest.raises(OSError, match="wrote nothing") as caught:
+        write_source(tmp_path / "x", Bytes(bytes(BLOCK)))
     assert caught.value.errno == errno.EIO
 
 
 def test_a_flush_that_fails_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", failing(errno.EIO))
     with pytest.raises(OSError, match=str(tmp_path / "x")):
-        write_source(tmp_path / "x", Bytes(bytes(BLOCK)), disk=DISK)
+        write_source(tmp_path / "x", Bytes(bytes(BLOCK)))
 
 
 @pytest.mark.parametrize("error", [ValueError("no such tensor"), KeyboardInterrupt()], ids=repr)
@@ -172,7 +174,7 @@ def test_an_error_of_the_source_is_raised_as_it_is(tmp_path, error, threads):
 
     source = Failing(bytes(16 * STRIDE_BYTES))
     with pytest.raises(type(error)) as caught:
-        write_source(tmp_path / "x", source, disk=DISK, threads=threads)
+        write_source(tmp_path / "x", source, threads=threads)
     assert caught.value is error
     assert source.views <= 2 + 3 * threads
 
@@ -183,20 +185,20 @@ def test_a_source_that_gives_too_little_is_refused(tmp_path):
             return super().view(offset, scratch)[:-1]
 
     with pytest.raises(ValueError, match="4095 bytes where 4096"):
-        write_source(tmp_path / "x", Short(bytes(ALIGN_BYTES)), disk=DISK)
+        write_source(tmp_path / "x", Short(bytes(ALIGN_BYTES)))
 
 
 def test_a_file_that_is_there_is_not_touched(tmp_path):
     (tmp_path / "x").write_bytes(b"precious")
     with pytest.raises(FileExistsError):
-        write_source(tmp_path / "x", Bytes(bytes(ALIGN_BYTES)), disk=DISK)
+        write_source(tmp_path / "x", Bytes(bytes(ALIGN_BYTES)))
     assert (tmp_path / "x").read_bytes() == b"precious"
 
 
 def test_scratch_is_used_again_and_bounded(tmp_path):
     for number in range(12):
         data = bytes(8 * STRIDE_BYTES)
-        write_source(tmp_path / f"{number}", Bytes(data, own=False), disk=DISK, threads=4)
+        write_source(tmp_path / f"{number}", Bytes(data, own=False), threads=4)
         assert sum(len(buffer) for buffer in parallel._free) <= 8 * 4 * STRIDE_BYTES
         assert len(parallel._free) <= 8
         (tmp_path / f"{number}").unlink()

@@ -27,7 +27,7 @@ def test_no_faster_than_it_is_wanted(tmp_path, monkeypatch):
         now[0] += seconds
 
     monkeypatch.setattr(slowly, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    remove = ThrottledDelete(DISK, 10.0)
+    remove = ThrottledDelete(10.0)
     remove(tree(tmp_path / "a"))
     remove(tree(tmp_path / "b"))
     assert list(tmp_path.iterdir()) == []
@@ -40,7 +40,7 @@ def test_links_are_removed_and_never_followed(tmp_path):
     (folder / "to-a-folder").symlink_to(precious)
     (tmp_path / "link").symlink_to(precious)
     for path in (folder, tmp_path / "link", tmp_path / "gone"):
-        remove_by_file(path, DISK, lambda: None)
+        remove_by_file(path, lambda: None)
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
     assert len(list(precious.iterdir())) == 6
 

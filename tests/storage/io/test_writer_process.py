@@ -1,10 +1,12 @@
 """A process writes what threads would have written; where there is none, or it dies, threads do."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -13,7 +15,7 @@ import pytest
 from benchmarks.engine.cache import resident_share
 from ckptman.storage.io import writer_process
 from ckptman.storage.io.checksums import digest_file
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.file_reader import drop_from_cache
 from ckptman.storage.io.finite_scan import FiniteScan, Range
 from ckptman.storage.io.threads import ALIGN_BYTES, STRIDE_BYTES
@@ -51,7 +53,7 @@ def child_of(process):
 def test_what_it_writes_is_what_the_memory_holds(folder, process, source):
     shared, data = source
     for name in ("x", "y"):
-        written = process.write(folder / name, shared, disk=DISK)
+        written = process.write(folder / name, shared)
         assert (folder / name).read_bytes() == data
         assert written.digests.blocks == b"".join(digest_file(folder / name)[1])
         assert written.digests.size_bytes == len(data)
@@ -67,42 +69,42 @@ def test_nan_is_found(folder, process, source):
         memory.seek(STRIDE_BYTES)
         memory.write(np.float32("nan").tobytes())
     scan = FiniteScan([Range(0, 4096, "a", "float32"), Range(4096, SIZE // 4 * 4, "b", "float32")])
-    assert process.write(folder / "x", shared, disk=DISK, scan=scan) is not None
+    assert process.write(folder / "x", shared, scan=scan) is not None
     assert scan.found == {"b"}
 
 
 def test_signals_of_the_job_are_not_for_it(folder, process, source):
     shared, data = source
-    process.write(folder / "x", shared, disk=DISK)
+    process.write(folder / "x", shared)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
         child_of(process).send_signal(number)
-    assert process.write(folder / "y", shared, disk=DISK) is not None
+    assert process.write(folder / "y", shared) is not None
     assert (folder / "y").read_bytes() == data
 
 
 def test_where_it_was_killed_threads_write(folder, process, source):
     shared, _ = source
-    process.write(folder / "x", shared, disk=DISK)
+    process.write(folder / "x", shared)
     child_of(process).kill()
     with pytest.warns(RuntimeWarning, match="threads write them from now on"):
-        assert process.write(folder / "y", shared, disk=DISK) is None
+        assert process.write(folder / "y", shared) is None
     assert not (folder / "y").exists()
-    assert process.write(folder / "y", shared, disk=DISK) is None, "it is not tried again"
+    assert process.write(folder / "y", shared) is None, "it is not tried again"
 
 
 def test_where_it_cannot_be_started_threads_write(folder, process, source, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(folder / "no-such-python"))
     with pytest.warns(RuntimeWarning, match="threads write them from now on"):
-        assert process.write(folder / "x", source[0], disk=DISK) is None
+        assert process.write(folder / "x", source[0]) is None
     assert not (folder / "x").exists()
 
 
 def test_an_error_of_the_disk_is_raised_here(folder, process, source):
     shared, _ = source
-    process.write(folder / "x", shared, disk=DISK)
+    process.write(folder / "x", shared)
     child_of(process).rlimit(psutil.RLIMIT_FSIZE, (STRIDE_BYTES, STRIDE_BYTES))
     with pytest.raises(OSError, match="File too large") as caught:
-        process.write(folder / "y", shared, disk=DISK)
+        process.write(folder / "y", shared)
     assert caught.value.filename == str(folder / "y")
 
 
@@ -117,7 +119,7 @@ def test_the_last_file_is_kept_in_the_page_cache_and_no_other(tmp_path, process,
     shared, data = source
     files = [tmp_path / name for name in "abc"]
     for path in files:
-        process.write(path, shared, disk=DISK)
+        process.write(path, shared)
     if any(map(resident_share, files)):
         pytest.skip("no direct I/O here: what is written is in the page cache anyway")
 
@@ -132,7 +134,7 @@ def test_the_last_file_is_kept_in_the_page_cache_and_no_other(tmp_path, process,
     keep(2)
     process.keep_cached(files[1])
     keep(0)
-    assert process.write(tmp_path / "d", shared, disk=DISK) is not None
+    assert process.write(tmp_path / "d", shared) is not None
     assert (tmp_path / "d").read_bytes() == data
 
 
@@ -146,18 +148,21 @@ def test_it_is_started_to_keep_what_others_wrote(tmp_path, process):
 def test_keeping_a_file_fails_nothing(tmp_path, process, source):
     shared, _ = source
     process.keep_cached(tmp_path / "none")
-    assert process.write(tmp_path / "x", shared, disk=DISK) is not None
+    assert process.write(tmp_path / "x", shared) is not None
     child_of(process).kill()
     child_of(process).wait(20)
     process.keep_cached(tmp_path / "x")
     with pytest.warns(RuntimeWarning, match="threads write them from now on"):
-        process.write(tmp_path / "y", shared, disk=DISK)
+        process.write(tmp_path / "y", shared)
     process.keep_cached(tmp_path / "x")
     assert process._running is None, "nor is it started again"
 
 
-def test_another_disk_is_left_to_threads(folder, process, source):
-    assert process.write(folder / "x", source[0], disk=Disk()) is None
+def test_room_for_a_file_is_taken_before_it_is_started(folder, process, source):
+    full = mock.patch.object(DISK, "reserve", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with full, pytest.raises(OSError, match="No space left") as caught:
+        process.write(folder / "x", source[0])
+    assert caught.value.filename == str(folder / "x")
     assert process._running is None
 
 
@@ -166,11 +171,10 @@ import os, signal, sys
 from pathlib import Path
 from benchmarks.engine.cache import resident_share
 from ckptman.storage.io import writer_process
-from ckptman.storage.io.durable_files import DISK
 writer_process.LEAST_BYTES = 0
 memory, fd = writer_process.shared_memory(4096)
 process = writer_process.WriterProcess()
-process.write(Path(sys.argv[1]), writer_process.Shared(fd, 4096, b""), disk=DISK)
+process.write(Path(sys.argv[1]), writer_process.Shared(fd, 4096, b""))
 print(process._running[1].pid, flush=True)
 if os.fork() == 0:
     signal.pause()  # it has our end of the pipe, too
@@ -191,7 +195,7 @@ def test_it_leaves_when_its_parent_was_killed(folder):
 
 def test_a_fork_ends_nothing(folder, process, source):
     shared, data = source
-    process.write(folder / "x", shared, disk=DISK)
+    process.write(folder / "x", shared)
     pid = os.fork()
     if pid == 0:
         try:
@@ -199,5 +203,5 @@ def test_a_fork_ends_nothing(folder, process, source):
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
-    assert process.write(folder / "y", shared, disk=DISK) is not None
+    assert process.write(folder / "y", shared) is not None
     assert (folder / "y").read_bytes() == data

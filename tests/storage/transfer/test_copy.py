@@ -24,12 +24,12 @@ from ckptman.storage.catalog.writer_lock import claim
 from ckptman.storage.format.manifest import read_manifest
 from ckptman.storage.format.paths import DOT, MANIFEST
 from ckptman.storage.io.checksums import digest_file, digest_of_blocks
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import Disk
 from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
 from ckptman.storage.transfer.progress import Limit, Meter
 from tests.helpers.checkpoints import commit, flip_byte, note_in
 from tests.helpers.copies import copy, copy_back, interrupt, names, once
-from tests.helpers.faulty_disk import FaultyDisk, holds, rewrite
+from tests.helpers.faulty_disk import FaultyDisk, holds, on_disk, rewrite
 from tests.helpers.files import refuse_direct
 from tests.helpers.object_store import bucket_fixture, proxy_fixture
 
@@ -218,7 +218,8 @@ def test_what_storage_does_not_give_back_does_not_count(name, source, place):
     told = rf"does not give back what was written to it \({where}"
     with pytest.raises(RootError, match=told):
         if isinstance(place, LocalBackend):
-            copy(source, LocalBackend(place.root, Lying(name)), threads=1)
+            with on_disk(Lying(name)):
+                copy(source, place, threads=1)
         else:
             read, wrong = place.read, f"{FOLDER}/{name}"
             place.read = lambda name, at, size: bytes(size) if name == wrong else read(name, at, size)
@@ -237,8 +238,8 @@ def test_what_storage_does_not_give_back_does_not_count(name, source, place):
 
 
 def test_everything_is_flushed_before_it_can_be_seen(source, root):
-    disk = FaultyDisk()
-    copied = copy(source, root, disk=disk)
+    with on_disk(FaultyDisk()) as disk:
+        copied = copy(source, root)
     seen = max(number for number, name in enumerate(disk.log) if name == "rename")
     assert disk.log[:seen].count("sync_file") == copied.files
     assert disk.log[seen - 1] == disk.log[seen + 1] == "sync_folder"
@@ -269,7 +270,7 @@ def test_blocks_of_any_size_are_copied(source, tmp_path):
 
 def test_what_was_proved_of_the_original_holds_of_the_copy(source, root):
     identity = identify(source / FOLDER, read_manifest(source / FOLDER))
-    note_verified(source / FOLDER, identity, levels=("digests", "coverage"), world_sizes=(1, 8), disk=DISK)
+    note_verified(source / FOLDER, identity, levels=("digests", "coverage"), world_sizes=(1, 8))
     copy(source, root)
     note = note_in(root / FOLDER)
     assert (note.levels, note.world_sizes) == (("digests", "coverage"), (1, 8))
@@ -338,7 +339,7 @@ def test_a_draft_that_is_a_link_is_not_followed(source, root, tmp_path):
 
 
 def test_one_that_was_found_damaged_is_refused_before_a_byte_is_read(source, root):
-    note_damaged(source / FOLDER, identify(source / FOLDER, read_manifest(source / FOLDER)), "block 3", DISK)
+    note_damaged(source / FOLDER, identify(source / FOLDER, read_manifest(source / FOLDER)), "block 3")
     with pytest.raises(CorruptError, match="is damaged, as was found before: block 3"):
         copy(source, root)
 

@@ -8,7 +8,6 @@ import signal
 import threading
 from contextlib import nullcontext
 from multiprocessing import get_context
-from unittest import mock
 
 import pytest
 
@@ -21,7 +20,7 @@ from ckptman.storage.catalog.backends.source import SourceError
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.liveness import this_process
 from ckptman.storage.catalog.pins import PINNED
-from ckptman.storage.catalog.tiers import open_tier, write_tiers
+from ckptman.storage.catalog.tiers import write_tiers
 from ckptman.storage.format import index
 from ckptman.storage.format.paths import MANIFEST, owner_path
 from ckptman.storage.io import file_reader
@@ -31,7 +30,7 @@ from ckptman.storage.transfer.drain import carry_out, plan_drain
 from ckptman.storage.transfer.progress import Limit
 from tests.helpers.checkpoints import commit, flip_byte, note_in, steps_of
 from tests.helpers.copies import a_copy_of, a_run_in, copy, interrupt, names, once, plain
-from tests.helpers.faulty_disk import Death, holds
+from tests.helpers.faulty_disk import Death, holds, on_disk
 from tests.storage.catalog.test_tiers import drain
 
 STEP = "step-0000000200"
@@ -105,8 +104,9 @@ COMES = {
 @pytest.mark.parametrize("kind", COMES)
 def test_what_came_there_first_stays(after, kind, source, root):
     final, own = root / STEP, holds(source)[200]
-    with pytest.raises((ExistsError, RootError)) as told:
-        copy(source, root, disk=Late(lambda: COMES[kind](source, final), after=after))
+    late = Late(lambda: COMES[kind](source, final), after=after)
+    with on_disk(late), pytest.raises((ExistsError, RootError)) as told:
+        copy(source, root)
     if kind == "another":
         assert re.search(f"{STEP} came to be there meanwhile, and is another.*--overwrite", str(told.value))
         first = holds(root)
@@ -127,8 +127,9 @@ def test_what_came_there_first_stays(after, kind, source, root):
 
 
 def test_what_may_be_replaced_is_by_the_next_copy_at_the_latest(source, root):
-    with pytest.raises(RootError, match=f"{STEP}.*copy again"):
-        copy(source, root, disk=Late(lambda: commit(root, 200), after=True), overwrite=True)
+    late = Late(lambda: commit(root, 200), after=True)
+    with on_disk(late), pytest.raises(RootError, match=f"{STEP}.*copy again"):
+        copy(source, root, overwrite=True)
     assert list(holds(root)) == [200]
     assert copy(source, root, overwrite=True).written_bytes == 0
     assert holds(root)[200] == holds(source)[200]
@@ -139,17 +140,14 @@ def test_a_drain_says_so_and_fills_up_the_rest(source, tmp_path):
     far = tmp_path / "far"
     commit(source, 300)
 
-    def late(tier):
-        return open_tier(tier, Late(lambda: commit(far, 200, sequence=9), after=True))
-
-    with mock.patch("ckptman.storage.transfer.drain.open_tier", late):
+    with on_disk(Late(lambda: commit(far, 200, sequence=9), after=True)):
         done = {each.task.entry.step: each for each in drain(source, Tier(far))}
-        assert {step for step, each in done.items() if each.copied is not None} == {100, 300}
-        assert done[200].error is not None
-        first = holds(far)
-        assert first == {**holds(source), 200: first[200]}
-        assert first[200] != holds(source)[200]
-        (again,) = drain(source, Tier(far))
+    assert {step for step, each in done.items() if each.copied is not None} == {100, 300}
+    assert done[200].error is not None
+    first = holds(far)
+    assert first == {**holds(source), 200: first[200]}
+    assert first[200] != holds(source)[200]
+    (again,) = drain(source, Tier(far))
     assert isinstance(again.error, ExistsError)
     assert holds(far) == first
     assert_tidy(far, *(f"step-{step:010d}" for step in (100, 200, 300)))
@@ -177,8 +175,8 @@ def test_a_draft_that_another_copy_took_over_is_not_published(source, root):
                 self.create_file(owner_path(path, 2), other.model_dump_json().encode() + b"\n")
                 self.remove_file(path / MANIFEST)
 
-    with pytest.raises(BusyError, match="another copy of the same checkpoint"):
-        copy(source, root, disk=Suspended())
+    with on_disk(Suspended()), pytest.raises(BusyError, match="another copy of the same checkpoint"):
+        copy(source, root)
     assert not (root / STEP).exists()
 
 
@@ -331,10 +329,11 @@ def test_what_was_copied_by_hand_is_flushed_before_it_counts(of_others, source, 
         def sync_folder(self, path):
             self.flushed.add(str(path))
 
-    folder, disk = outputs if of_others else source / STEP, Watched()
+    folder = outputs if of_others else source / STEP
     there = root / folder.name
     shutil.copytree(folder, there)
-    copied = copy_foreign(folder, LocalBackend(root, disk)) if of_others else copy(source, root, disk=disk)
+    with on_disk(Watched()) as disk:
+        copied = copy_foreign(folder, LocalBackend(root)) if of_others else copy(source, root)
     assert copied.already
     assert of_others or note_in(there).every_byte
     wanted = {str(path) for path in (there, *there.iterdir()) if path.name not in (MANIFEST, "verified.json")}
@@ -403,8 +402,8 @@ def test_what_an_error_or_a_kill_left_of_what_was_saved_over_is_cleared_by_the_n
         child.join()
         assert child.exitcode == 9
     else:
-        with pytest.raises(RootError, match="no room"):
-            copy_foreign(outputs, LocalBackend(root, Full()))
+        with on_disk(Full()), pytest.raises(RootError, match="no room"):
+            copy_foreign(outputs, LocalBackend(root))
     assert len(names(root)) == 1
     (root / "outputs.tmp-copy-of-mine").mkdir()
     plain(outputs, b"three")
@@ -423,8 +422,8 @@ def test_of_what_was_replaced_nothing_is_left_after_a_kill_either(where, root, o
     copy_foreign(outputs, LocalBackend(root))
     (root / "outputs.old-copy-20261122").mkdir()
     plain(outputs, b"three")
-    with pytest.raises(Death):
-        copy_foreign(outputs, LocalBackend(root, Killed()), CopyOptions(overwrite=True))
+    with on_disk(Killed()), pytest.raises(Death):
+        copy_foreign(outputs, LocalBackend(root), CopyOptions(overwrite=True))
     assert len(names(root)) == 3
     copy_foreign(outputs, LocalBackend(root), CopyOptions(overwrite=True))
     assert names(root) == ["outputs", "outputs.old-copy-20261122"]

@@ -28,7 +28,7 @@ from ckptman.storage.transfer import flush as flushing
 from ckptman.storage.transfer.flush import Flushed, flush
 from tests.faults.powercut import Flushes, survive, watched
 from tests.helpers.checkpoints import commit, flip_byte, steps_of
-from tests.helpers.faulty_disk import WHEN, Death, Fault, FaultyDisk, drawn, holds
+from tests.helpers.faulty_disk import WHEN, Death, Fault, FaultyDisk, drawn, holds, on_disk
 from tests.helpers.node_memory import hold, live_rank, memory_of, nodes_with
 
 FORK = get_context("fork")
@@ -249,8 +249,9 @@ def test_a_full_disk_is_told_and_the_next_flush_ends_it(tmp_path):
         def write_at(self, fd, data, offset):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(RootError, match=r"No space left on device: make room.* flush again") as caught:
-        flush(root, memories["a"], disk=FullDisk())
+    told = pytest.raises(RootError, match=r"No space left on device: make room.* flush again")
+    with on_disk(FullDisk()), told as caught:
+        flush(root, memories["a"])
     assert caught.value.exit_code == 10
     assert not holds(root)
     assert flush(root, memories["a"]).committed == 120
@@ -281,7 +282,8 @@ class PruningDisk(Disk):
 def test_a_prune_takes_nothing_from_a_flush_that_is_alive_and_clears_what_a_dead_one_left(tmp_path):
     root = tmp_path / "root"
     memories = nodes_with(tmp_path, 120, {"a": range(4)})
-    assert flush(root, memories["a"], disk=PruningDisk(root)).committed == 120
+    with on_disk(PruningDisk(root)):
+        assert flush(root, memories["a"]).committed == 120
     hold(memories["a"], commit(tmp_path / "made", 130, ranks=4).path, range(4))
     dies(root, memories["a"], Fault(20))
     assert left_in(root)
@@ -294,9 +296,8 @@ def dies(root, memory, fault):
     """Flush in a process that dies at an operation of its disk. Whether that was reached."""
 
     def work():
-        disk = FaultyDisk(fault)
-        with contextlib.suppress(Death):
-            flush(root, memory, disk=disk)
+        with on_disk(FaultyDisk(fault)) as disk, contextlib.suppress(Death):
+            flush(root, memory)
         os._exit(9 if disk.struck else 0)
 
     child = FORK.Process(target=work)
@@ -307,9 +308,10 @@ def dies(root, memory, fault):
 
 def every_fault(root, memory):
     """Each operation of a flush to a copy of a root, and how it can fail."""
-    disk, fresh = FaultyDisk(), root.with_name("counted")
+    fresh = root.with_name("counted")
     shutil.copytree(root, fresh)
-    flush(fresh, memory, disk=disk)
+    with on_disk(FaultyDisk()) as disk:
+        flush(fresh, memory)
     assert len(disk.log) > 50
     return [Fault(number, when) for number in range(len(disk.log)) for when in WHEN]
 
@@ -344,8 +346,8 @@ def test_what_was_begun_again_and_finished_outlives_a_power_cut(tmp_path, monkey
         world, flushed = tmp_path / f"world-{number}", tmp_path / f"flushed-{number}"
         shutil.copytree(root, world / "root")
         with watched(Flushes(world, flushed)):
-            with pytest.raises(Death):
-                flush(world / "root", memory, disk=FaultyDisk(fault))
+            with on_disk(FaultyDisk(fault)), pytest.raises(Death):
+                flush(world / "root", memory)
             assert flush(world / "root", memory).step == 120
         left = survive(world, flushed, tmp_path / f"left-{number}", "everything", random.Random(number))
         found = holds(left / "root")
@@ -394,7 +396,7 @@ def test_a_process_that_stands_still_does_not_keep_the_others(tmp_path):
                 os.kill(os.getpid(), signal.SIGSTOP)
             Disk.rename(self, source, target)
 
-    child = FORK.Process(target=lambda: flush(root, memories["b"], disk=StandingDisk()))
+    child = FORK.Process(target=on_disk(StandingDisk())(flush), args=(root, memories["b"]))
     child.start()
     assert child.pid is not None
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
