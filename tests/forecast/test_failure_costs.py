@@ -22,7 +22,6 @@ from ckptman.forecast.failure_costs import (
 from ckptman.forecast.goodput import Costs, shares
 from ckptman.forecast.save_costs import tier_figures
 from ckptman.forecast.scenario import Memory, Model
-from ckptman.storage.io.durable_files import DISK
 from tests.helpers.planned_run import GB, TIER, scenario
 
 MEMORY = Memory(None, 2, 4e9, None, 0.9, None)
@@ -50,7 +49,7 @@ def test_a_node_needs_what_saves_to_memory_ask_for():
         peers = receivers(places, copies)
         of_rank = []
         for rank in range(ranks):
-            exchange = PartExchange(SimpleNamespace(rank=rank), Path("/nowhere"), peers, DISK)
+            exchange = PartExchange(SimpleNamespace(rank=rank), Path("/nowhere"), peers)
             of_rank.append(SLOTS * part + exchange.needs_bytes([part] * len(places)))
         model = Model("", part * len(places), part * len(places), 0)
         told = in_memory(Memory(None, copies, 1.0, None, 0.9, None), model=model, nodes=nodes, gpus_per_node=ranks)

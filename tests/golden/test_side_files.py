@@ -15,7 +15,6 @@ from ckptman.storage.catalog.rollback_records import parse_rollback_file
 from ckptman.storage.catalog.stored_policy import read_policy, write_policy
 from ckptman.storage.format.paths import ROOT_ID
 from ckptman.storage.format.sealed_json import seal, unseal
-from ckptman.storage.io.durable_files import DISK
 
 
 def rewrite_retention(path):
@@ -50,7 +49,7 @@ def rewrite_owner(path):
 
 def rewrite_pin(path):
     note = read_pin(path.parent)
-    pin(path.parent, note.why, by=note.by, time_seconds=note.time_seconds, disk=DISK)
+    pin(path.parent, note.why, by=note.by, time_seconds=note.time_seconds)
 
 
 FILES = {

@@ -18,7 +18,7 @@ from ckptman.runtime.outcome import reported_nodes
 from ckptman.session.timings import Timings
 from ckptman.storage.format.paths import journal_path
 from ckptman.storage.io.durable_files import DISK, Disk
-from tests.helpers.faulty_disk import saving_to
+from tests.helpers.faulty_disk import on_disk
 
 
 def durable(*seconds):
@@ -123,7 +123,7 @@ def train(root, left_seconds, policy, disk=DISK, **options):
     clock = lambda: now[0]  # noqa: E731
     with (
         mock.patch.object(checkpointer_module, "Timings", partial(Timings, monotonic=clock, wall=clock)),
-        saving_to(disk),
+        on_disk(disk),
         ckptman.Checkpointer(root, state, save_policy=policy, deadline=deadline, **options) as checkpointer,
     ):
         start = checkpointer.restore()
@@ -164,7 +164,7 @@ def test_an_interval_that_measures_what_a_save_blocks_still_does_so_in_each_atte
         assert saved[0][1] == "first save, to measure its cost"
 
 
-class LocalShard(Disk):
+class HeldDisk(Disk):
     """A disk on which nothing becomes durable before it is let go."""
 
     def __init__(self):
@@ -190,7 +190,7 @@ class LettingGo(SavePolicy):
 
 
 def test_a_first_save_that_takes_long_is_not_waited_for_beyond_what_leaves_time_for_the_last(tmp_path):
-    disk = LocalShard()
+    disk = HeldDisk()
     first, last = train(tmp_path, 100.5, LettingGo(ckptman.BeforeDeadline(), disk), disk)
     assert first[0] == 1
     assert last == (

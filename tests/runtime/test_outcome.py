@@ -10,6 +10,7 @@ import pytest
 from ckptman import ConfigError, CorruptError
 from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, attempt_number, read_outcome, write_outcome
 from ckptman.storage.io.durable_files import Disk
+from tests.helpers.faulty_disk import on_disk
 
 STOPPED = Outcome("stopped", 120, "SIGTERM on rank 2", 75, "/scratch/run/checkpoints", 2, 1795269780.5, 4711, "n1")
 
@@ -33,8 +34,8 @@ def test_a_failed_write_leaves_the_old_outcome(tmp_path):
 
     path = tmp_path / "outcome.json"
     write_outcome(path, STOPPED)
-    with pytest.raises(OSError, match="No space left"):
-        write_outcome(path, replace(STOPPED, step=121), FullDisk())
+    with on_disk(FullDisk()), pytest.raises(OSError, match="No space left"):
+        write_outcome(path, replace(STOPPED, step=121))
     assert read_outcome(path) == STOPPED
     assert [each.name for each in tmp_path.iterdir()] == ["outcome.json"]
 

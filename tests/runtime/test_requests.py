@@ -2,6 +2,7 @@
 
 import json
 import logging
+from unittest import mock
 
 import pytest
 
@@ -11,7 +12,7 @@ from ckptman.runtime.journal import Journal
 from ckptman.runtime.requests import Requests, answer, leave
 from ckptman.storage.catalog.writer_lock import claim, read_owner
 from ckptman.storage.format.paths import journal_path, run_folder
-from ckptman.storage.io.durable_files import Disk
+from ckptman.storage.io.durable_files import DISK
 
 
 @pytest.fixture
@@ -116,15 +117,11 @@ def test_an_attempt_that_lost_its_root_leaves_the_requests_to_the_next_one(tmp_p
     assert len(left(tmp_path)) == 1
 
 
-def test_a_request_that_cannot_be_removed_is_taken_once(tmp_path, begin, monkeypatch):
-    class Stuck(Disk):
-        def remove_file(self, path):
-            raise PermissionError(path)
-
+def test_a_request_that_cannot_be_removed_is_taken_once(tmp_path, begin):
     requests, journal = begin()
-    monkeypatch.setattr(requests_module, "DISK", Stuck())
     ask(tmp_path, "save")
-    requests.look()
-    journal.record("save_begun", step=1, reason="ckptman ask save")
-    requests.look()
+    with mock.patch.object(DISK, "remove_file", side_effect=PermissionError):
+        requests.look()
+        journal.record("save_begun", step=1, reason="ckptman ask save")
+        requests.look()
     assert not requests.save

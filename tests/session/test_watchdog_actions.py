@@ -34,7 +34,7 @@ from ckptman.storage.io.durable_files import Disk
 from ckptman.train.launch import Launch
 from ckptman.train.rendezvous import meet
 from tests.helpers.apps import App
-from tests.helpers.faulty_disk import saving_to
+from tests.helpers.faulty_disk import on_disk
 from tests.helpers.other_client import other_client
 from tests.helpers.ranks import run_ranks, say, start_ranks
 
@@ -168,7 +168,7 @@ class HangingDisk(Disk):
 
 def train_over_a_hanging_disk(root):
     app, options = App(), {"save_policy": ckptman.AtStep(2), "deadline": None, "watchdog": 1.0}
-    with saving_to(HangingDisk()), Checkpointer(root, app.state, **options) as checkpointer:
+    with on_disk(HangingDisk()), Checkpointer(root, app.state, **options) as checkpointer:
         checkpointer.restore()
         for step in range(1, 10**9):
             app.train_step()
