@@ -214,8 +214,8 @@ def test_where_it_belongs_is_decided_when_it_gets_its_name(tmp_path):
     for step in (100, 200, 300):
         commit(tmp_path, step)
     adopt(save(tmp_path / "step-1000", files=1), keep_name=True)
-    with pytest.raises(Death):
-        on_disk(FaultyDisk(Fault(1)), adopt, tmp_path / "step-1000")  # the new manifest is written, and has no name yet
+    with on_disk(FaultyDisk(Fault(1))), pytest.raises(Death):
+        adopt(tmp_path / "step-1000")  # the new manifest is written, and has no name yet
     done = adopt(tmp_path / "step-1000")
     assert not [name for name in files(done.path) if ".tmp-" in name]
     assert [entry.step for entry in Catalog(tmp_path).complete()] == [100, 200, 300, 1000]
@@ -227,8 +227,8 @@ def test_where_it_belongs_is_decided_when_it_gets_its_name(tmp_path):
 def test_one_whose_adoption_was_killed_belongs_where_its_step_is(tmp_path):
     for step in (500, 100):  # by their dates, as a copy may have left them, 100 is the later one
         save(tmp_path / f"step-{step}", files=1)
-    with pytest.raises(Death):
-        on_disk(DiesBeforeItsName(), adopt, tmp_path / "step-500")
+    with on_disk(DiesBeforeItsName()), pytest.raises(Death):
+        adopt(tmp_path / "step-500")
     assert (tmp_path / "step-500" / "manifest.json").exists()
     for step in (100, 500):
         adopt(tmp_path / f"step-{step}")
@@ -418,7 +418,8 @@ def test_wherever_it_ends_the_files_are_what_they_were_and_it_can_be_run_again(p
         folder = Path(shutil.copytree(plain, root / "step-1000"))
         disk = FaultyDisk(fault)
         try:
-            on_disk(disk, adopt, folder)
+            with on_disk(disk):
+                adopt(folder)
         except (Death, OSError) as ending:
             assert error is None or isinstance(ending, OSError)
         reached += disk.struck

@@ -8,6 +8,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -19,7 +20,6 @@ from ckptman.tools.doctor import examine as checks
 from ckptman.tools.doctor import mount_checks, second_client, speed
 from ckptman.tools.doctor.examine import bill, examine
 from ckptman.tools.doctor.finding import Finding
-from tests.helpers.faulty_disk import disk_whose
 from tests.storage.io.test_quota import Commands
 from tests.tools.doctor.places import SIZE
 
@@ -55,9 +55,9 @@ def checked_by(monkeypatch, name, run):
     monkeypatch.setattr(checks, "CHECKS", changed)
 
 
-def quick(folder, disk=DISK, **more):
-    """Examine a directory on a disk; return the findings by name."""
-    found = examine(folder, size_bytes=SIZE, disk=disk, **{"timeout_seconds": 20.0, **more})
+def quick(folder, **more):
+    """Examine a directory; return the findings by name."""
+    found = examine(folder, size_bytes=SIZE, **{"timeout_seconds": 20.0, **more})
     return {each.name: each for each in found}
 
 
@@ -107,13 +107,14 @@ def test_no_more_is_written_than_was_said(tmp_path):
 
     def sync(fd):
         """Note how many bytes the directory holds."""
-        DISK.sync_file(fd)
+        os.fsync(fd)
         own = Path(f"/proc/self/fd/{fd}").readlink()
         held = sum(path.stat().st_size for path in (own if own.is_dir() else own.parent).glob("*") if path.is_file())
         with noted.open("a") as file:
             file.write(f"{held}\n")
 
-    found = quick(inside, disk_whose("sync_file", sync))
+    with patch.object(DISK, "sync_file", sync):
+        found = quick(inside)
     most = max(map(int, noted.read_text().split()))
     assert SIZE <= most < SIZE * 1.1, "small files of other checks are beside it"
     assert found["write"].figures["test_bytes"] == SIZE
@@ -180,7 +181,8 @@ def test_a_save_takes_at_least_as_long_as_its_files_and_directories():
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "name"), CORE)
 def test_a_disk_that_hangs_is_left_alone(operation, name, folder):
-    found = quick(folder, disk_whose(operation, hang), timeout_seconds=1.0)
+    with patch.object(DISK, operation, hang):
+        found = quick(folder, timeout_seconds=1.0)
     assert failed(found) == [name]
     assert "see that" in found["clean-up"].advice
     assert found[name].value == "does not answer within 1 s"
@@ -203,14 +205,16 @@ def test_a_directory_that_cannot_even_be_looked_at_does_not_answer(folder, monke
 
 @pytest.mark.slow
 def test_a_directory_that_cannot_be_removed_is_named(tmp_path):
-    found = quick(tmp_path, disk_whose("remove_tree", hang), timeout_seconds=1.0)
+    with patch.object(DISK, "remove_tree", hang):
+        found = quick(tmp_path, timeout_seconds=1.0)
     (left,) = tmp_path.iterdir()
     assert (found["clean-up"].verdict, found["clean-up"].advice) == ("FAILED", f"see that {left} is gone")
 
 
 @pytest.mark.parametrize(("operation", "name"), [*CORE, ("reserve", "reserve")])
 def test_a_check_that_is_killed_fails_if_saves_rely_on_it_and_the_others_go_on(operation, name, folder):
-    found = quick(folder, disk_whose(operation, lambda *_: os.kill(os.getpid(), signal.SIGKILL)))
+    with patch.object(DISK, operation, lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+        found = quick(folder)
     assert "killed by SIGKILL" in found[name].value
     assert list(found) == (ALL if name != "writable" else ALL[:4])
     if name == "reserve":
@@ -244,7 +248,8 @@ def test_errors_of_a_check_are_findings_and_the_others_go_on(folder, monkeypatch
     ],
 )
 def test_a_full_disk_or_quota_is_told_at_its_row_and_nothing_more_is_tried(operation, number, name, advice, folder):
-    found = quick(folder, disk_whose(operation, refusing(number)))
+    with patch.object(DISK, operation, refusing(number)):
+        found = quick(folder)
     assert failed(found) == [name]
     assert (os.strerror(number) in found[name].value, found[name].advice) == (True, advice)
     assert "free_bytes" in found["space"].figures
@@ -254,10 +259,9 @@ def test_a_full_disk_or_quota_is_told_at_its_row_and_nothing_more_is_tried(opera
 
 
 def test_on_a_read_only_disk_there_is_nothing_to_clean_up(folder):
-    class ReadOnly(type(DISK)):
-        make_folder = remove_tree = refusing(errno.EROFS)
-
-    found = quick(folder, ReadOnly())
+    refuse = refusing(errno.EROFS)
+    with patch.multiple(DISK, make_folder=refuse, remove_tree=refuse):
+        found = quick(folder)
     assert (list(found), failed(found)) == (["file system", "space", "quota", "writable"], ["writable"])
     assert found["writable"].value == "Read-only file system"
     assert found["writable"].advice == "read-only: nothing can be saved"

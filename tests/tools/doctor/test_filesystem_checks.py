@@ -5,14 +5,14 @@ import fcntl
 import os
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from ckptman.storage.catalog import liveness
-from ckptman.storage.io.durable_files import DISK
+from ckptman.storage.io.durable_files import DISK, Disk
 from ckptman.storage.io.mount import parse_mountinfo
 from ckptman.tools.doctor import filesystem_checks, speed
-from tests.helpers.faulty_disk import disk_whose
 from tests.tools.doctor.places import SIZE, isolated, place_at
 from tests.tools.doctor.test_second_client import elsewhere
 
@@ -31,9 +31,10 @@ def test_an_fsync_that_fails_is_found(number, of_folders, verdict, value, advice
     def sync(fd):
         if of_folders == Path(f"/proc/self/fd/{fd}").is_dir():
             raise OSError(number, os.strerror(number))
-        DISK.sync_file(fd)
+        os.fsync(fd)
 
-    found = filesystem_checks.check_sync(place_at(tmp_path, disk=disk_whose("sync_file", sync)))
+    with patch.object(DISK, "sync_file", sync):
+        found = filesystem_checks.check_sync(place_at(tmp_path))
     assert found.verdict == verdict
     assert value in found.value
     assert advice in found.advice
@@ -41,8 +42,8 @@ def test_an_fsync_that_fails_is_found(number, of_folders, verdict, value, advice
 
 def test_an_fsync_that_takes_long_is_slow(tmp_path, monkeypatch):
     monkeypatch.setattr(filesystem_checks, "SLOW_SYNC_SECONDS", 0.01)
-    slow = disk_whose("sync_file", lambda fd: time.sleep(0.02))
-    assert filesystem_checks.check_sync(place_at(tmp_path, disk=slow, repeat_seconds=0.0)).verdict == "slow"
+    with patch.object(DISK, "sync_file", lambda fd: time.sleep(0.02)):
+        assert filesystem_checks.check_sync(place_at(tmp_path, repeat_seconds=0.0)).verdict == "slow"
 
 
 def test_a_mount_that_takes_fsync_away_is_a_warning(tmp_path):
@@ -51,8 +52,8 @@ def test_a_mount_that_takes_fsync_away_is_a_warning(tmp_path):
 
 
 def test_bytes_that_are_not_those_that_were_written_are_found(tmp_path):
-    lossy = disk_whose("sync_file", lambda fd: os.pwrite(fd, b"\0" * 64, 0))
-    found = filesystem_checks.check_sync(place_at(tmp_path, disk=lossy))
+    with patch.object(DISK, "sync_file", lambda fd: os.pwrite(fd, b"\0" * 64, 0)):
+        found = filesystem_checks.check_sync(place_at(tmp_path))
     assert (found.verdict, found.value) == ("FAILED", "what was written is not what is read")
 
 
@@ -75,7 +76,8 @@ def _refuse(path, data):
     ids=["both", "none"],
 )
 def test_files_that_two_processes_make_at_once_or_nobody_can_make_are_found(create, value, advice, tmp_path):
-    found = isolated(filesystem_checks.check_claim, tmp_path, disk=disk_whose("create_file", create))
+    with patch.object(DISK, "create_file", create):
+        found = isolated(filesystem_checks.check_claim, tmp_path)
     assert (found.verdict, found.value, found.advice) == ("FAILED", value, advice)
 
 
@@ -131,12 +133,12 @@ def test_locks_that_hold_on_each_host_alone_are_a_warning(tmp_path, monkeypatch)
 def test_a_client_that_refuses_what_is_there_with_another_reason_is_told(tmp_path, monkeypatch):
     def create(path, data):
         try:
-            DISK.create_file(path, data)
+            Disk.create_file(DISK, path, data)
         except FileExistsError:
             raise PermissionError(errno.EPERM, "Operation not permitted") from None
 
-    disk, second = disk_whose("create_file", lambda *_: create(*_)), elsewhere(monkeypatch)
-    found = isolated(filesystem_checks.check_claim, tmp_path, disk=disk, second=second)
+    with patch.object(DISK, "create_file", create):
+        found = isolated(filesystem_checks.check_claim, tmp_path, second=elsewhere(monkeypatch))
     assert found.verdict == "warning"
     assert found.value.endswith("made by one of two clients; the other one was refused with: Operation not permitted")
 
@@ -147,18 +149,20 @@ def refusing_direct(number):
             raise OSError(number, os.strerror(number))
         return os.pwrite(fd, data, offset)
 
-    return disk_whose("write_at", write_at)
+    return patch.object(DISK, "write_at", write_at)
 
 
 def test_direct_io_that_is_refused_is_slow_and_other_errors_fail(tmp_path):
-    found = filesystem_checks.check_direct(place_at(tmp_path, disk=refusing_direct(errno.EINVAL)))
+    with refusing_direct(errno.EINVAL):
+        found = filesystem_checks.check_direct(place_at(tmp_path))
     assert (found.verdict, "Invalid argument" in found.value) == ("slow", True)
-    with pytest.raises(OSError, match="Input/output"):
-        filesystem_checks.check_direct(place_at(tmp_path, disk=refusing_direct(errno.EIO)))
+    with refusing_direct(errno.EIO), pytest.raises(OSError, match="Input/output"):
+        filesystem_checks.check_direct(place_at(tmp_path))
 
 
 def test_room_that_is_not_taken_is_told(tmp_path):
-    found = filesystem_checks.check_reserve(place_at(tmp_path, disk=disk_whose("reserve", lambda fd, size: None)))
+    with patch.object(DISK, "reserve", lambda fd, size: None):
+        found = filesystem_checks.check_reserve(place_at(tmp_path))
     assert found.verdict == "warning"
     assert "a full disk or quota shows only while a save is being written" in found.advice
     assert list(tmp_path.iterdir()) == []
@@ -169,8 +173,9 @@ def test_a_slow_disk_ends_the_test_of_its_speed(tmp_path):
         time.sleep(0.1)
         return os.pwrite(fd, data, offset)
 
-    place = place_at(tmp_path, size_bytes=64 * 1024 * 1024, part_seconds=0.15, disk=disk_whose("write_at", write_at))
-    found = place.found["write"] = speed.check_write(place)
+    place = place_at(tmp_path, size_bytes=64 * 1024 * 1024, part_seconds=0.15)
+    with patch.object(DISK, "write_at", write_at):
+        found = place.found["write"] = speed.check_write(place)
     assert found.verdict == "slow"
     assert "stopped after" in found.value
     assert "less than a project folder on NFS gives one process" in found.advice
@@ -179,6 +184,7 @@ def test_a_slow_disk_ends_the_test_of_its_speed(tmp_path):
 
 
 def test_where_direct_io_is_refused_it_goes_through_the_cache(tmp_path):
-    found = speed.check_write(place_at(tmp_path, disk=refusing_direct(errno.EINVAL)))
+    with refusing_direct(errno.EINVAL):
+        found = speed.check_write(place_at(tmp_path))
     assert found.figures["direct"] is False
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) == SIZE

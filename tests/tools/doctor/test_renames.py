@@ -6,12 +6,13 @@ import re
 import shutil
 import time
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 
+from ckptman.storage.io.durable_files import DISK
 from ckptman.tools.doctor import renames, second_client
 from ckptman.tools.doctor.second_client import HERE, Second
-from tests.helpers.faulty_disk import disk_whose
 from tests.tools.doctor.places import isolated
 from tests.tools.doctor.test_second_client import elsewhere
 
@@ -75,21 +76,24 @@ def go_away(source, target):
     ],
 )
 def test_a_rename_that_is_not_atomic_is_found(rename, told, tmp_path):
-    found = isolated(check_rename, tmp_path, disk=disk_whose("rename", rename))
+    with patch.object(DISK, "rename", rename):
+        found = isolated(check_rename, tmp_path)
     assert found.verdict == "FAILED"
     assert re.search(told, found.value), found.value
     assert found.advice.startswith("commits are not safe here: a run could load half a checkpoint, or find none")
 
 
 def test_a_file_that_is_replaced_by_writing_over_it_is_found(tmp_path):
-    found = isolated(check_replace, tmp_path, disk=disk_whose("rename", rewrite))
+    with patch.object(DISK, "rename", rewrite):
+        found = isolated(check_replace, tmp_path)
     told = "a file that was replaced was seen with 4,096 of 4,096 bytes, or with those of two saves"
     assert (found.verdict, found.value) == ("FAILED", told)
     assert found.advice.startswith("what ckptman notes beside checkpoints (rules, tiers, pins) could be read damaged")
 
 
 def test_a_file_that_is_gone_while_it_is_replaced_is_a_warning_with_what_it_means(tmp_path):
-    found = isolated(check_replace, tmp_path, disk=disk_whose("rename", go_away))
+    with patch.object(DISK, "rename", go_away):
+        found = isolated(check_replace, tmp_path)
     assert found.verdict == "warning"
     assert re.fullmatch(
         r"a file is old or new, never a mixture, but another process could not read a file that was replaced for up to "
@@ -97,7 +101,8 @@ def test_a_file_that_is_gone_while_it_is_replaced_is_a_warning_with_what_it_mean
         found.value,
     )
     assert found.advice.endswith("pin nothing again, and start no run, while another process prunes")
-    assert isolated(check_rename, tmp_path, disk=disk_whose("rename", go_away)).verdict == "ok"
+    with patch.object(DISK, "rename", go_away):
+        assert isolated(check_rename, tmp_path).verdict == "ok"
 
 
 def _see_after(error, times=3, see=renames._see):
@@ -182,6 +187,7 @@ def test_what_another_client_sees_late_or_not_at_all_is_slow(check, patience_sec
 
 def test_a_commit_that_is_never_seen_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(second_client, "PATIENCE_SECONDS", 0.2)
-    found = isolated(check_rename, tmp_path, disk=disk_whose("rename", lambda *_: None))
+    with patch.object(DISK, "rename", lambda *_: None):
+        found = isolated(check_rename, tmp_path)
     assert found.verdict == "FAILED"
     assert found.value == "a folder that was renamed was not seen by another process for 0.2 s"

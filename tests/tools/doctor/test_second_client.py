@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+from unittest.mock import patch
 
 import pytest
 
@@ -12,7 +13,6 @@ from ckptman.storage.io.isolated_process import run_isolated
 from ckptman.storage.io.mount import parse_mountinfo
 from ckptman.tools.doctor import second_client
 from ckptman.tools.doctor.second_client import HERE, Second, check_clients, find_token
-from tests.helpers.faulty_disk import disk_whose
 from tests.tools.doctor.places import isolated, place_at
 
 NOISY = ("sh", "-c", 'echo Welcome to node2; echo "a prompt without an end" >&2; exec "$@"', "sh")
@@ -24,7 +24,7 @@ def elsewhere(monkeypatch, start=Second.start):
     return Second(("elsewhere",), "node2")
 
 
-def refuse_twice(pipe, folder, disk):
+def refuse_twice(pipe, folder):
     """Task: answer with an error of the system, and then with one of ours."""
     while True:
         number = pipe.recv()
@@ -46,12 +46,12 @@ def test_one_host_cannot_see_what_others_see(kind, verdict, tmp_path):
 
 def test_a_client_that_does_not_see_the_folder_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(second_client, "PATIENCE_SECONDS", 0.05)
-    nowhere = disk_whose("write_file", lambda path, data: None)
-    found = isolated(check_clients, tmp_path, second=Second(("env",)), disk=nowhere)
+    with patch.object(DISK, "write_file", lambda path, data: None):
+        found = isolated(check_clients, tmp_path, second=Second(("env",)))
     value = f"{socket.gethostname()} does not see what this host writes here: No such file or directory"
     assert (found.verdict, found.value) == ("FAILED", value)
-    other = disk_whose("write_file", lambda path, data: DISK.write_file(path, b"other"))
-    found = isolated(check_clients, tmp_path, second=Second(("env",)), disk=other)
+    with patch.object(DISK, "write_file", lambda path, data: path.write_bytes(b"other")):
+        found = isolated(check_clients, tmp_path, second=Second(("env",)))
     assert found.value.endswith("other bytes are there")
 
 

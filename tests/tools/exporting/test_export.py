@@ -319,16 +319,16 @@ def test_a_changed_byte_is_found_and_nothing_is_left(tmp_path):
 
 
 def _first(out):
-    return lambda disk: on_disk(disk, export, out.parent / "saved", out)
+    return lambda: export(out.parent / "saved", out)
 
 
 def _replacing(out):
     export(out.parent / "saved", out, dtype="bfloat16")
-    return lambda disk: on_disk(disk, export, out.parent / "saved", out, overwrite=True)
+    return lambda: export(out.parent / "saved", out, overwrite=True)
 
 
 def _file(out):
-    return lambda disk: on_disk(disk, export, out.parent / "saved", out, "torch")
+    return lambda: export(out.parent / "saved", out, "torch")
 
 
 @pytest.mark.parametrize("error", [None, errno.ENOSPC])
@@ -343,7 +343,8 @@ def test_out_is_whole_or_not_there_wherever_it_ends(begin, error, tmp_path):
         before = names_in(root)
         disk = FaultyDisk(fault)
         try:
-            run(disk)
+            with on_disk(disk):
+                run()
         except (Death, OSError) as ending:
             assert error is None or isinstance(ending, OSError)
             done = ("sync_folder", "rename") if fault.when == "after" else ("sync_folder",)

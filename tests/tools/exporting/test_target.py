@@ -246,8 +246,8 @@ class Interrupted(Disk):
 
 def test_interrupted_between_its_renames_it_puts_the_old_one_back(saved, tmp_path):
     export(saved, tmp_path / "out", dtype="bfloat16")
-    with pytest.raises(KeyboardInterrupt):
-        on_disk(Interrupted(), export, saved, tmp_path / "out", overwrite=True)
+    with on_disk(Interrupted()), pytest.raises(KeyboardInterrupt):
+        export(saved, tmp_path / "out", overwrite=True)
     assert names_in(tmp_path) == ["out", "saved"]
     assert load_file(tmp_path / "out" / "model.safetensors")["w0"].dtype == torch.bfloat16
 
@@ -262,8 +262,8 @@ class Late(Disk):
 
 
 def test_a_folder_that_is_made_at_the_last_moment_is_not_replaced(saved, tmp_path):
-    with pytest.raises(OSError, match="not empty"):
-        on_disk(Late(), export, saved, tmp_path / "out")
+    with on_disk(Late()), pytest.raises(OSError, match="not empty"):
+        export(saved, tmp_path / "out")
     assert (names_in(tmp_path), names_in(tmp_path / "out")) == (["out", "saved"], ["mine"])
 
 
@@ -301,7 +301,8 @@ def test_what_cannot_be_cleared_is_named(saved, tmp_path):
 
     me = export_target.this_process("", None)
     left = left_by(me.pid, me.start_ticks + 1, tmp_path / "out")
-    (told,) = on_disk(Stubborn(), export, saved, tmp_path / "out").remarks
+    with on_disk(Stubborn()):
+        (told,) = export(saved, tmp_path / "out").remarks
     assert told.startswith(f"{left}, which an export left that was killed, could not be removed")
 
 
