@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckptman
 from ckptman.storage.format.manifest import read_manifest
 from ckptman.storage.io.durable_files import Disk
-from tests.helpers.faulty_disk import saving_to
+from tests.helpers.faulty_disk import on_disk
 from tests.helpers.ranks import run_ranks
 
 
@@ -70,11 +70,10 @@ def test_a_process_that_goes_to_another_folder_saves_where_it_was_told(tmp_path,
     monkeypatch.chdir(tmp_path / "here")
     disk, here = Going(tmp_path / "there"), tmp_path / "here"
     if way == "StorageWriter":
-        with saving_to(disk):
-            writer = ckptman.StorageWriter("x")
-        dcp.save(state(), storage_writer=writer)
+        with on_disk(disk):
+            dcp.save(state(), storage_writer=ckptman.StorageWriter("x"))
     else:
-        with saving_to(disk), ckptman.Checkpointer("x", state(), deadline=None) as run:
+        with on_disk(disk), ckptman.Checkpointer("x", state(), deadline=None) as run:
             for step in (1, 2):
                 run.save(step)
                 run.wait()
@@ -87,19 +86,18 @@ _FORKS = """
 import atexit, os, sys
 import torch
 import torch.distributed.checkpoint as dcp
-import ckptman.engine.dcp.storage
-from ckptman.storage.io.durable_files import Disk
+import ckptman
+from ckptman.storage.io.durable_files import DISK
 
-class Forks(Disk):
-    def sync_file(self, fd):
-        child = os.fork()
-        if not child:
-            atexit._run_exitfuncs()  # as sys.exit does
-            os._exit(0)
-        os.waitpid(child, 0)
-        super().sync_file(fd)
+def fork_and_sync(fd):
+    child = os.fork()
+    if not child:
+        atexit._run_exitfuncs()  # as sys.exit does
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.fsync(fd)
 
-ckptman.engine.dcp.storage.DISK = Forks()
+DISK.sync_file = fork_and_sync
 dcp.save({"x": torch.ones(3)}, storage_writer=ckptman.StorageWriter(sys.argv[1]), no_dist=True)
 """
 

@@ -16,13 +16,12 @@ from ckptman.runtime.journal import Journal
 from ckptman.storage.catalog.pins import pin
 from ckptman.storage.catalog.verified import remember_damage
 from ckptman.storage.format.paths import journal_path
-from ckptman.storage.io.durable_files import DISK
 from tests.helpers.checkpoints import commit, make_suspect
 
 
 def test_checkpoints_come_in_order_of_commit_each_with_what_is_known_of_it(tmp_path):
     commit(tmp_path, 30, metrics={"loss": 0.5}, ranks=4)
-    pin(commit(tmp_path, 20).path, "the paper", by="me", time_seconds=1.0, disk=DISK)
+    pin(commit(tmp_path, 20).path, "the paper", by="me", time_seconds=1.0)
     (commit(tmp_path, 10).path / "index.json").unlink()
     first, second, third = ckptman.Run(str(tmp_path)).checkpoints
     assert [each.step for each in (first, second, third)] == [30, 20, 10]

@@ -19,18 +19,17 @@ import ckptman
 from ckptman.runtime.outcome import read_outcome
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.format.paths import outcome_path
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import Disk
 from tests.engine.dcp.test_values import save
 from tests.helpers.apps import App
-from tests.helpers.faulty_disk import saving_to
+from tests.helpers.faulty_disk import on_disk
 from tests.helpers.ranks import run_ranks
 
 
-def open_run(root, state, disk=DISK, **options):
+def open_run(root, state, **options):
     options.setdefault("save_policy", ckptman.EverySteps(1))
     options.setdefault("timeout_seconds", 20)
-    with saving_to(disk):
-        return ckptman.Checkpointer(root, state, deadline=None, **options)
+    return ckptman.Checkpointer(root, state, deadline=None, **options)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -197,7 +196,7 @@ def test_what_a_module_keeps_besides_is_for_it_to_check(tmp_path, way):
 def test_training_goes_on_while_the_private_copy_is_written(tmp_path):
     app, disk = App(), StalledDisk()
     with (
-        saving_to(disk),
+        on_disk(disk),
         ckptman.Checkpointer(tmp_path, app.state, save_policy=ckptman.AtStep(1), deadline=None) as checkpointer,
     ):
         app.train_step()
@@ -356,7 +355,7 @@ class SlowOnce(Disk):
 def lose_contact(root):
     app, disk, events = App((2,)), SlowOnce(), []
     policy = ckptman.AtStep(1, 2, 3, 4)
-    with open_run(root, app.state, disk=disk, timeout_seconds=3, save_policy=policy) as checkpointer:
+    with on_disk(disk), open_run(root, app.state, timeout_seconds=3, save_policy=policy) as checkpointer:
         checkpointer.restore()
         for step in range(1, 5):
             disk.slow = step == 2 and dist.get_rank() == 1
@@ -393,7 +392,7 @@ class Hoarder(Disk):
 
 def test_leftovers_of_killed_saves_make_room_for_the_next_attempt(tmp_path):
     (tmp_path / "step-0000000007.tmp-deadbeef-1").mkdir()
-    with open_run(tmp_path, {"epoch": 1}, disk=Hoarder(tmp_path)) as checkpointer:
+    with on_disk(Hoarder(tmp_path)), open_run(tmp_path, {"epoch": 1}) as checkpointer:
         checkpointer.restore()
         checkpointer.step(1)
     assert [each.step for each in Catalog(tmp_path).complete()] == [1]

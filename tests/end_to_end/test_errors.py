@@ -21,20 +21,19 @@ from ckptman.engine.saving.writer import CheckpointWriter, Content
 from ckptman.policies.save_policies import Decision
 from ckptman.runtime.outcome import read_outcome
 from ckptman.storage.catalog.backends.local import LocalBackend
-from ckptman.storage.io.durable_files import DISK, Disk
+from ckptman.storage.io.durable_files import Disk
 from tests.engine.dcp.test_values import save
 from tests.helpers.apps import App
-from tests.helpers.faulty_disk import saving_to
+from tests.helpers.faulty_disk import on_disk
 from tests.helpers.ranks import run_ranks
 
 REAL_OPEN = os.open
 READ = "ckptman.engine.loading.checkpoint_reader.read_wanted"
 
 
-def open_run(root, app, disk=DISK, **options):
+def open_run(root, app, **options):
     options.setdefault("save_policy", ckptman.EverySteps(1))
-    with saving_to(disk):
-        return ckptman.Checkpointer(root, app.state, deadline=None, timeout_seconds=20, **options)
+    return ckptman.Checkpointer(root, app.state, deadline=None, timeout_seconds=20, **options)
 
 
 def failed(code):
@@ -384,7 +383,7 @@ def fail_in_the_background(root, policy, last, known_at, waits):
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with open_run(root, app, disk=disk, save_policy=policy) as checkpointer:
+        with on_disk(disk), open_run(root, app, save_policy=policy) as checkpointer:
             checkpointer.restore()
             disk.full = dist.get_rank() == 1
             for step in range(1, last + 1):

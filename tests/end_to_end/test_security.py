@@ -28,7 +28,7 @@ from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
 from ckptman.tools.exporting.formats import config_file
 from ckptman.train.dataset.tokenfile import read_meta
 from tests.helpers.checkpoints import commit
-from tests.helpers.faulty_disk import rewrite, saving_to
+from tests.helpers.faulty_disk import on_disk, rewrite
 
 STEP = "step-0000000001"
 SPARSE_BYTES = 6 * 2**30
@@ -235,10 +235,9 @@ class Swapping(Disk):
 @pytest.mark.parametrize("name", ["data", "blocks-00000.bin", "index.json", "manifest.json"])
 def test_a_save_goes_nowhere_but_to_the_folder_that_it_made(outside, kind, name):
     target = outside.parent / "mine"
-    with saving_to(Swapping(outside, kind, name)):
-        writer = ckptman.StorageWriter(target)
-    with pytest.raises(dcp.api.CheckpointException, match="something else was put in its place"):
-        dcp.save({"x": torch.ones(5)}, storage_writer=writer, no_dist=True)
+    refused = pytest.raises(dcp.api.CheckpointException, match="something else was put in its place")
+    with on_disk(Swapping(outside, kind, name)), refused:
+        dcp.save({"x": torch.ones(5)}, storage_writer=ckptman.StorageWriter(target), no_dist=True)
     stays(outside)
     assert not target.exists()
 
@@ -248,8 +247,8 @@ def test_a_save_goes_nowhere_but_to_the_folder_that_it_made(outside, kind, name)
 def test_nor_does_a_copy(outside, kind, name):
     source = commit(outside.parent / "source", 10)
     root = outside.parent / "copies"
-    with pytest.raises(ckptman.CkptmanError):
-        copy_checkpoint(source, LocalBackend(root, Swapping(outside, kind, name)), CopyOptions(threads=1))
+    with on_disk(Swapping(outside, kind, name)), pytest.raises(ckptman.CkptmanError):
+        copy_checkpoint(source, LocalBackend(root), CopyOptions(threads=1))
     stays(outside)
     assert Catalog(root).scan() == []
 

@@ -26,7 +26,6 @@ from ckptman.storage.catalog.reader_lease import GoneError, lease, reading
 from ckptman.storage.catalog.writer_lock import claim
 from ckptman.storage.format.paths import step_folder
 from ckptman.storage.integrity.folder_check import verify_folder
-from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.transfer.copy import copy_checkpoint
 from tests.helpers.faulty_disk import save
 
@@ -175,7 +174,7 @@ def pinner(field):
         if 0 < len(entries) <= 60:
             entry = dice.choice(entries)
             with contextlib.suppress(OSError):  # it went first
-                pin(entry.path, "torture", by="torture", time_seconds=1.0, disk=DISK)
+                pin(entry.path, "torture", by="torture", time_seconds=1.0)
                 field.note("pin", step=entry.step)
 
 
