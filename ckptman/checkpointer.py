@@ -238,9 +238,10 @@ class Checkpointer:
             self._watchdog = RankWatchdog(watchdog, self._control, root)
             undone.callback(self._watchdog.close)
             self._listening = undone.enter_context(contextlib.ExitStack())
+            hearing = undone.enter_context(contextlib.ExitStack())  # what hears of events until the journal is closed
             self._store = RunStore(root, tiers)
             self._session = RunSession.open(self._control, self._store, run_id, total_step_number(total_steps))
-            undone.callback(self._session.release)
+            undone.push(self._session.release)
             undone.callback(self._watchdog.close)  # before tiers are filled, which may take long
             self._signals = self._listen(signals)
             with failing_as_one():
@@ -248,7 +249,7 @@ class Checkpointer:
                     lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
                 )
             self._notes = RunNotes(notify, self._session, os.environ)
-            undone.callback(self._notes.close)
+            hearing.callback(self._notes.close)
             self._watchdog.opened(self._control, self._session, self._notes)
             self._timeout_seconds, self._nonfinite = timeout_seconds, nonfinite
             self._working = undone.enter_context(contextlib.ExitStack())
@@ -285,7 +286,7 @@ class Checkpointer:
                 self._reporter = StepReporter(
                     self._session, self._control.world_size, trackers, self._timings.stall, outlook
                 )
-                self._working.callback(self._reporter.close)
+                hearing.callback(self._reporter.close)
             self._recorder = StepRecorder(self._state, self._hooks)
             self._consensus = StepConsensus(
                 self._control,
@@ -1025,8 +1026,10 @@ class Checkpointer:
             self._session.ended = "failed"
             raise
         finally:
-            self._left_open.detach()
-            self._opened.close()
+            try:
+                self._opened.close()
+            finally:
+                self._left_open.detach()
 
     def _fail(self, error: BaseException) -> None:
         """End with an error: do nothing that needs the other ranks, who may be gone."""

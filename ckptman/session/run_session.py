@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal, cast
 
 import torch
@@ -291,14 +292,25 @@ class RunSession:
             asked=asked,
         )
 
-    def release(self) -> None:
-        """Close the journal and give the root free; before that, where the run is finished, fill the tiers."""
-        if self.drainer is not None:
-            self.drainer.close(finish=self.ended == "finished")
-        if self.journal is not None:
-            self.journal.close()
-        if self.claim is not None:
-            self.claim.release()
+    def release(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        """Close the journal and give the root free; before that, where the run is finished, fill the tiers, but not
+        after an error in what is closed before."""
+        with contextlib.ExitStack() as rest:
+            if self.claim is not None:
+                rest.callback(self.claim.release)
+            if self.journal is not None:
+                rest.callback(self.journal.close)
+            if self.drainer is not None:
+                try:
+                    self.drainer.close(finish=self.ended == "finished" and error is None)
+                except BaseException:  # Ctrl-C
+                    self.drainer.close(finish=False)
+                    raise
 
 
 def _begin(store: RunStore, run_id: str | None, world_size: int, total_steps: int | None) -> RunSession:

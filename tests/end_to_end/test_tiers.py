@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import warnings
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -92,6 +93,52 @@ def test_a_run_that_is_finished_has_filled_its_tiers(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(320)
+
+
+def test_trackers_hear_of_the_last_drain(tmp_path):
+    class Hearing(ckptman.Tracker):
+        def __init__(self):
+            self.events = []
+
+        def event(self, event, fields):
+            self.events.append((event, fields.get("step")))
+
+    hearing = Hearing()
+    with ckptman.Checkpointer(
+        tmp_path / "root",
+        {"n": 1},
+        save_policy=ckptman.EverySteps(10),
+        tiers=[ckptman.Tier(tmp_path / "far")],
+        trackers=[hearing],
+        deadline=None,
+    ) as checkpointer:
+        checkpointer.restore()
+        checkpointer.step(10)
+    assert ("drained", 10) in hearing.events
+
+
+def test_ctrl_c_while_tiers_are_filled_at_the_end_gives_the_root_back(tmp_path, monkeypatch):
+    close, calls = drain_process.Drainer.close, []
+
+    def interrupted(drainer, *, finish):
+        calls.append(finish)
+        if finish:
+            raise KeyboardInterrupt
+        close(drainer, finish=False)
+
+    monkeypatch.setattr(drain_process.Drainer, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "root", [ckptman.Tier(tmp_path / "far")], 10)
+    assert calls == [True, False]
+    calls.clear()
+    monkeypatch.setattr(ckptman.Checkpointer, "_write_the_end", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "root", [ckptman.Tier(tmp_path / "far")], 20)
+    assert calls == [False], "no tier is filled after that"
+    monkeypatch.undo()
+    assert run(tmp_path / "root", [ckptman.Tier(tmp_path / "far")], 20) == 20
+
+
 def test_several_ranks_wait_for_no_drain(tmp_path):
     root, far = tmp_path / "run", tmp_path / "far"
     assert run_ranks(2, run, str(root), [ckptman.Tier(far)], 30, limit=150) == [0, 0]

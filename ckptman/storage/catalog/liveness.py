@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Container
 from pathlib import Path
 from typing import Annotated
 
@@ -88,10 +87,9 @@ def forget(path: Path) -> None:
     _first_seen.pop(path, None)
 
 
-def forget_all_but(paths: Container[Path], folder: Path) -> None:
-    """Forget what was seen of files of a folder that are gone."""
-    for gone in [path for path in _first_seen if path.parent == folder and path not in paths]:
-        forget(gone)
+def watched_in(folder: Path) -> list[Path]:
+    """Return the files of a folder that have been watched."""
+    return [path for path in list(_first_seen) if path.parent == folder]
 
 
 def process_lives(owner: Owner) -> bool | None:

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
@@ -18,9 +18,6 @@ from ckptman.errors import ConfigError, CorruptError, plain
 from ckptman.storage.format.sealed_json import seal, unseal
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
-
-if TYPE_CHECKING:
-    pass
 
 PINNED = "pinned.json"
 FORMAT_VERSION = 1

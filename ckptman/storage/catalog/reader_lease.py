@@ -37,9 +37,10 @@ from ckptman.storage.catalog.liveness import (
     BEAT_SECONDS,
     LOOK_SECONDS,
     Owner,
-    forget_all_but,
+    forget,
     is_alive,
     this_process,
+    watched_in,
 )
 from ckptman.storage.catalog.writer_lock import device_of
 from ckptman.storage.format.paths import DOT, is_lease, lease_path, parse_step, run_folder
@@ -173,7 +174,9 @@ def look(root: Path, *, wait: bool = True, but: str = "", names: Sequence[str] |
     """
     found = Leases()
     questions = dict.fromkeys(path for path in _paths(root, names) if path != lease_path(root, but))
-    forget_all_but(questions, run_folder(root))
+    for path in watched_in(run_folder(root)):
+        if is_lease(path.name) and path not in questions:  # it is gone
+            forget(path)
     while questions:
         for path in list(questions):
             # Looked at again each time: it may have been written only now.
@@ -224,12 +227,7 @@ def _let_prunes_pass(root: Path, names: Sequence[str]) -> None:
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline:
             found = [(path, one) for path in _paths(root) if (one := _read(path)) is not None and one.takes]
-            going = {
-                name
-                for path, one in found
-                if is_alive(one.owner if one is not None else None, path) is not False
-                for name in one.names
-            }
+            going = {name for path, one in found if is_alive(one.owner, path) is not False for name in one.names}
             if not any(name in going and os.path.lexists(root / name) for name in names):
                 return
             time.sleep(_PASS_LOOK_SECONDS)

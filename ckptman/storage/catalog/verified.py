@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from xxhash import xxh3_128_hexdigest
@@ -27,9 +27,6 @@ from ckptman.storage.format.paths import MANIFEST
 from ckptman.storage.format.sealed_json import SealError, seal, unseal
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
-
-if TYPE_CHECKING:
-    pass
 
 VERIFIED = "verified.json"
 FORMAT_VERSION = 1

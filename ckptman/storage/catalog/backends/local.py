@@ -91,7 +91,6 @@ class LocalBackend:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
         self.where = str(self.root)
-        """What it is written by."""
         self.catalogue = Catalog(self.root, remember=True)
         """What is there. It remembers what it has read, for who holds this place and saves to it."""
 
