@@ -93,8 +93,6 @@ def test_a_run_that_is_finished_has_filled_its_tiers(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(320)
-
-
 def test_trackers_hear_of_the_last_drain(tmp_path):
     class Hearing(ckptman.Tracker):
         def __init__(self):
