@@ -52,6 +52,8 @@ class Record:
     """Names of metrics that are NaN or infinite."""
     nonfinite_tensors: tuple[str, ...] = ()
     """Names of some parameters and optimizer tensors in it that hold NaN or infinity."""
+    attempt: int = 1
+    """The attempt that saved it."""
 
     @property
     def nonfinite(self) -> str:

@@ -87,20 +87,25 @@ class Entry:
         """Whether another checkpoint of its step may take its place in a tier. A pinned folder is set aside."""
         return self.newer_format is None
 
+    @cached_property
+    def facts(self) -> Record | None:
+        """What its manifest says that rules look at; None if there is no manifest to tell."""
+        return facts_of(self.manifest) if self.manifest is not None else None
+
     @property
     def attempt(self) -> int:
         """The attempt that saved it; 0 if there is no manifest to tell."""
-        return self.manifest.attempt if self.manifest else 0
+        return self.facts.attempt if self.facts is not None else 0
 
     @property
     def sequence(self) -> int:
         """Commit sequence; 0 if there is no manifest to tell."""
-        return self.manifest.sequence if self.manifest else 0
+        return self.facts.sequence if self.facts is not None else 0
 
     @property
     def time_seconds(self) -> float:
         """When it was saved, in unix seconds; 0 if there is no manifest to tell."""
-        return self.manifest.time_seconds if self.manifest else 0.0
+        return self.facts.time_seconds if self.facts is not None else 0.0
 
     @property
     def identity(self) -> str:
@@ -121,12 +126,12 @@ class Entry:
     @property
     def nonfinite(self) -> str:
         """What in it is NaN or infinite; "" where nothing is, or nobody looked."""
-        return facts_of(self.manifest).nonfinite if self.manifest is not None else ""
+        return self.facts.nonfinite if self.facts is not None else ""
 
     @property
     def nonfinite_reason(self) -> str:
         """What of that a restore goes back for (see `Record.nonfinite_reason`)."""
-        return facts_of(self.manifest).nonfinite_reason if self.manifest is not None else ""
+        return self.facts.nonfinite_reason if self.facts is not None else ""
 
     def record(self) -> Record:
         """The facts that retention rules look at. Only for complete entries."""
@@ -163,34 +168,12 @@ class Listed(Entry):
 
     facts: Record = field(kw_only=True)
     """What its manifest says."""
-    saved_by: int = field(kw_only=True)
-    """The attempt."""
     inode: int = field(kw_only=True, repr=False)
     """As the listing of the root tells it, which need not be that of `lstat`."""
     noted: Record | None = field(default=None, kw_only=True)
     """With the notes beside the manifest, where somebody has looked into the folder."""
     stamp: _Stamp | None = field(default=None, kw_only=True, repr=False)
     """Of the folder when somebody looked into it; None: nobody did, or it may have changed in that moment."""
-
-    @property
-    def attempt(self) -> int:
-        return self.saved_by
-
-    @property
-    def sequence(self) -> int:
-        return self.facts.sequence
-
-    @property
-    def time_seconds(self) -> float:
-        return self.facts.time_seconds
-
-    @property
-    def nonfinite(self) -> str:
-        return self.facts.nonfinite
-
-    @property
-    def nonfinite_reason(self) -> str:
-        return self.facts.nonfinite_reason
 
     @cached_property
     def identity(self) -> str:
@@ -466,8 +449,8 @@ class Catalog:
         if inode != _LINK and name not in self._flawed:
             with contextlib.suppress(CkptmanError, OSError):
                 told = read_facts(path)
-                if told is not None and told.record.step == step:
-                    listed = Listed(step, path, None, facts=told.record, saved_by=told.attempt, inode=inode)
+                if told is not None and told.step == step:
+                    listed = Listed(step, path, None, facts=told, inode=inode)
                     if self._remembers:
                         self._known[name] = listed
                     return listed
@@ -500,7 +483,6 @@ class Catalog:
                 None,
                 beside=entry.beside,
                 facts=facts_of(entry.require_manifest()),
-                saved_by=entry.attempt,
                 inode=inode,
                 noted=entry.record(),
                 stamp=_stamp_of(before) if is_settled else None,

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from pydantic_core import from_json
@@ -132,17 +132,11 @@ def facts_of(manifest: Manifest) -> Record:
         manifest.metrics,
         nonfinite_metrics=found.metrics,
         nonfinite_tensors=found.tensors,
+        attempt=manifest.attempt,
     )
 
 
-class Facts(NamedTuple):
-    """What decides about a checkpoint among thousands: what rules look at, and the attempt that saved it."""
-
-    record: Record
-    attempt: int
-
-
-def read_facts(folder: Path) -> Facts | None:
+def read_facts(folder: Path) -> Record | None:
     """Return what the manifest in a folder says of the order, and check its digest, but no other field: a root may hold
     thousands. None where it is not as ckptman writes one: `read_manifest` says why.
 
@@ -162,7 +156,7 @@ def read_facts(folder: Path) -> Facts | None:
         if {*map(type, numbers)} != {int} or not {*map(type, values)} <= {int, float}:
             return None
         found = raw.get("nonfinite") or {"metrics": (), "tensors": ()}
-        record = Record(
+        return Record(
             raw["step"],
             raw["sequence"],
             raw["time_seconds"],
@@ -170,8 +164,8 @@ def read_facts(folder: Path) -> Facts | None:
             raw["metrics"],
             nonfinite_metrics=tuple(found["metrics"]),
             nonfinite_tensors=tuple(found["tensors"]),
+            attempt=attempt,
         )
-        return Facts(record, attempt)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
