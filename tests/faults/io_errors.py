@@ -144,7 +144,8 @@ def errors_in_a_copy(tally, folder):
             tally.check(held(root) in scene.states, "lost", f"{held(root)} instead of one of {scene.states}")
             if 200 in held(root):
                 proof = note_in(root / step_folder(200))
-                tally.check(proof and proof.every_byte, "other", "the copy counts and is not proved")
+                unnoted = fault.error == errno.EACCES  # who may not write the note goes without it
+                tally.check(unnoted or (proof and proof.every_byte), "other", "the copy counts and is not proved")
             copy(root)
             tally.check(held(root) == scene.states[-1], "lost", f"copied again, {held(root)} is there")
         shutil.rmtree(root.parent)

@@ -25,7 +25,8 @@ KEPT = 200
 """Failures that are described, one of each sort."""
 
 CAUSE = re.compile(
-    r"[\w.-]*/[^\s:]|\branks? \d|\bstep \d|manifest\.json|index\.json|\.distcp|\.metadata|\bthe (?:state|value|root)\b"
+    r"[\w.-]*/[^\s:]|\branks? \d|\banother rank\b|\bstep \d|manifest\.json|index\.json|\.distcp|\.metadata"
+    r"|\bthe (?:state|value|root)\b"
 )
 """What an error is about: a path, a rank, a step, a file or a value of the checkpoint."""
 REMEDY = re.compile(
@@ -34,7 +35,7 @@ REMEDY = re.compile(
     r"|stop that one|let it end|make it a DTensor"
     r"|upgrade ckptman|build the model|move it away|bring (?:it|them|one|this one) back|load something else"
     r"|save (?:it flatter|plain|under another)|name (?:the folder|an older)|load it (?:by|on)|ask for more"
-    r"|such as step-|leave the value out",
+    r"|such as step-|leave the value out|see whether (?:it|the file system) is still mounted",
     re.IGNORECASE,
 )
 """What to do: one of the things that the messages of ckptman say."""
