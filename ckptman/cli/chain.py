@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,8 +46,7 @@ def list_chains(
     as_json: AsJson = False,
 ) -> None:
     """List the chains that were submitted from a directory."""
-    from ckptman.jobs.chain_record import find_chains
-    from ckptman.jobs.local_record import is_gone
+    from ckptman.jobs.chain_record import find_chains, is_gone
 
     chains = [(each, each.spec, each.state, each.attempts(), each.jobs()) for each in find_chains(folder.resolve())]
     if as_json:
@@ -96,16 +94,11 @@ def list_chains(
 @chain_app.command("show", cls=Verb)
 def show_chain(
     name: Name = None,
-    times: Annotated[
-        bool, typer.Option("--times", help="Also where the time went between the attempts, in seconds.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the attempts of a chain, how each ended, and what is in the queue."""
     chain = _find(name)
     _show(chain, _seen(chain), as_json)
-    if times and not as_json:
-        _show_times(chain)
 
 
 @chain_app.command("why", cls=Verb)
@@ -180,7 +173,7 @@ def _seen(chain: Chain) -> ChainStatus:
     from ckptman.jobs.slurm.control import ChainStatus, glance
 
     if chain.spec.scheduler == "local":
-        return ChainStatus(chain.state, chain.attempts(), chain.ends(), [])
+        return ChainStatus.read(chain)
     return glance(chain, os.environ)
 
 
@@ -198,8 +191,6 @@ def _act(name: str | None, what: Callable[[Chain, Slurm, float], ChainStatus]) -
 
 def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
     if as_json:
-        from ckptman.jobs.history import restart_gaps
-
         console.say_json(
             {
                 "chain": str(chain.folder),
@@ -207,12 +198,11 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
                 "script": chain.spec.script,
                 **seen.state.model_dump(exclude={"forgiven"}),
                 "attempts": [_facts(each, seen.ends.get(each.number)) for each in seen.attempts],
-                "pauses": [asdict(each) for each in restart_gaps(chain)],
                 "queue": [{"number": record.number, "job_id": job.id, "state": job.state} for record, job in seen.live],
             }
         )
         return
-    from ckptman.jobs.local_record import is_gone
+    from ckptman.jobs.chain_record import is_gone
 
     now = time.time()
     console.say(f"{console.plain(chain.folder.name)}: {_painted(seen.state.state)}, {headline(chain, seen)}")
@@ -227,7 +217,7 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
         right, drop = "attempt began took step", ("nodes", "took", "job")
         console.say(*console.table(headers, rows, right, drop=drop, width=console.page_width()))
     for _, job in seen.live:
-        console.say(f"job {job.id}: {job.state.lower()}{console.plain(why_it_waits(chain, job))}")
+        console.say(f"job {job.id}: {job.state.lower()}{console.plain(why_it_waits(seen, job))}")
     if (spec := chain.spec).scheduler == "local":
         if is_gone(spec, seen.state):
             console.say(f"process {spec.pid}, which ran it, is gone: submit the command again to go on")
@@ -250,7 +240,7 @@ def headline(chain: Chain, seen: ChainStatus) -> str:
     return "but none of its jobs is in the queue: ckptman chain resume continues it"
 
 
-def why_it_waits(chain: Chain, job: Job) -> str:
+def why_it_waits(seen: ChainStatus, job: Job) -> str:
     """Return why a job waits, and the command that helps; "" if there is nothing to say."""
     if not job.waits or job.reason in ("", "None"):
         return ""
@@ -259,17 +249,15 @@ def why_it_waits(chain: Chain, job: Job) -> str:
     if job.reason == "JobHeldUser":
         return ", JobHeldUser: held; ckptman chain resume lets it run"
     if job.reason == "BeginTime":
-        return f", BeginTime: {_pause(chain)}; scontrol update JobId={job.id} StartTime=now ends it"
+        return f", BeginTime: {_pause(seen)}; scontrol update JobId={job.id} StartTime=now ends it"
     return f", {job.reason}"
 
 
-def _pause(chain: Chain) -> str:
+def _pause(seen: ChainStatus) -> str:
     """Return how long the pause of a chain lasts after a crash, in words."""
-    from ckptman.jobs.history import following
-
-    ends, now = chain.ends(), time.time()
-    if ends and (delay := following(chain, now).delay_seconds):
-        left = max(0.0, ends[max(ends)].ended_seconds + delay - now)
+    now = time.time()
+    if seen.ends and (delay := seen.following(now).delay_seconds):
+        left = max(0.0, seen.ends[max(seen.ends)].ended_seconds + delay - now)
         return f"a pause of {console.age(delay)} after a crash with no new checkpoint, {console.age(left)} of it left"
     return "Slurm starts it later, as after a requeue"
 
@@ -293,25 +281,6 @@ def _row(attempt: AttemptRecord, end: EndRecord | None, now: float, *, is_over: 
         str(end.step) if end and end.step else "-",  # one that was killed did not say
         console.plain(ending),
     )
-
-
-def _show_times(chain: Chain) -> None:
-    from ckptman.jobs.history import restart_gaps
-
-    def seconds(value: float | None) -> str:
-        return "-" if value is None else f"{value:,.1f}"
-
-    found = restart_gaps(chain)
-    if not found:
-        console.say("", "seconds from the end of an attempt to the first step of the next: there is no second one yet")
-        return
-    console.say("", "seconds from the end of the attempt before to the end of the first step")
-    headers = ("attempt", "queue", "start-up", "restore", "first-step", "total")
-    rows = [
-        (str(each.attempt), *map(seconds, (each.queue, each.start_up, each.restore, each.first_step, each.total)))
-        for each in found
-    ]
-    console.say(*console.table(headers, rows, " ".join(headers)))
 
 
 def _facts(attempt: AttemptRecord, end: EndRecord | None) -> dict[str, Any]:

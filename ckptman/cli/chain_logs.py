@@ -15,7 +15,7 @@ import typer
 
 from ckptman.cli import console
 from ckptman.errors import ConfigError, NotFoundError
-from ckptman.jobs.local_record import is_gone
+from ckptman.jobs.chain_record import is_gone
 
 if TYPE_CHECKING:
     from ckptman.jobs.chain_record import AttemptRecord, Chain

@@ -68,11 +68,9 @@ def _head(attempt: AttemptRecord | None, end: EndRecord) -> str:
 
 
 def _reaction(chain: Chain, seen: ChainStatus, end: EndRecord) -> str:
-    from ckptman.jobs.history import following
-
     limit = chain.spec.crash_limit
     if end.reaction == "count" and end.number == max(seen.ends):
-        if crashes := following(chain, time.time()).crashes:
+        if crashes := seen.following(time.time()).crashes:
             return f"crash {crashes} of {limit} in a row without a new checkpoint; the chain stops at {limit}"
         if end.committed:
             return "no added delay before the next attempt, because there is a new checkpoint"
@@ -124,7 +122,7 @@ def _end_of(chain: Chain, seen: ChainStatus, number: int | None) -> EndRecord:
 def _what_next(chain: Chain, seen: ChainStatus, end: EndRecord) -> str:
     """Return what the chain does, or what the user has to do, with the command."""
     from ckptman.cli.chain import why_it_waits
-    from ckptman.jobs.local_record import is_gone
+    from ckptman.jobs.chain_record import is_gone
 
     state, resume = seen.state.state, f"ckptman chain resume {chain.folder.name}"
     if chain.spec.scheduler == "local":
@@ -143,7 +141,7 @@ def _what_next(chain: Chain, seen: ChainStatus, end: EndRecord) -> str:
         return f"nothing to do: job {seen.running[-1][1].id} runs"
     if seen.waiting:
         job = seen.waiting[0][1]
-        return f"nothing to do: job {job.id} waits in the queue{why_it_waits(chain, job)}"
+        return f"nothing to do: job {job.id} waits in the queue{why_it_waits(seen, job)}"
     if chain.spec.scheduler == "local":
         return "nothing to do: the chain continues"
     return resume if seen.is_known else "ask again: Slurm does not answer now"

@@ -128,14 +128,10 @@ def submit(
         }
         if given := [name for name, value in unknown.items() if value]:
             raise ConfigError(f"{', '.join(given)}: for Slurm alone; leave it out with --scheduler local")
-        from ckptman.jobs.chain import new_chain_dir
+        from ckptman.jobs.chain_record import Wish, new_chain_dir
         from ckptman.jobs.local import run_chain
 
-        folder = chain_dir or new_chain_dir(now)
-        code = run_chain(
-            command,
-            folder,
-            _tell,
+        wish = Wish(
             crash_limit=crash_limit,
             max_attempts=max_attempts,
             stall_limit=stall_limit,
@@ -144,6 +140,7 @@ def submit(
             on=reactions,
             notify=notify,
         )
+        code = run_chain(command, chain_dir or new_chain_dir(now), _tell, wish)
         raise typer.Exit(code)
     if scheduler != "slurm":
         raise ConfigError(f"there is no scheduler {scheduler!r}; known: slurm, local")

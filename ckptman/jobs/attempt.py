@@ -15,36 +15,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from ckptman.errors import EXIT_OK, CkptmanError, CorruptError, FormatVersionError, SchedulerError
-from ckptman.jobs.attempt_log import logs_of, logs_of_this_process
 from ckptman.jobs.causes import Cause, asked_by
-from ckptman.jobs.chain import Say, judge, patient
-from ckptman.jobs.chain_notes import notes_of
+from ckptman.jobs.chain_notes import Say, notes_of, patient, unrecorded
 from ckptman.jobs.chain_record import AttemptRecord, Chain, ChainState, JobRecord, Spec
-from ckptman.jobs.finished import by_done
-from ckptman.jobs.history import (
-    following,
-    job_number_after,
-    lost,
-    note_end,
-    outcome_of,
-    settle,
-    warned_too_late,
-)
-from ckptman.jobs.lost_outcome import NO_ROOT
-from ckptman.jobs.process_tree import forward_stop, handles
-from ckptman.jobs.signal_queue import ENDING, WARNING, SignalQueue, leave_it
+from ckptman.jobs.evidence import NO_ROOT, logs_of, logs_of_this_process
+from ckptman.jobs.history import History, end_record, note_end, outcome_of, settle
+from ckptman.jobs.processes import ENDING, WARNING, SignalQueue, forward_stop, handles, leave_it
 from ckptman.jobs.slurm.commands import Slurm, ask_queue
 from ckptman.jobs.slurm.submission import avoid_nodes, slurm_of, submit_next
-from ckptman.jobs.verdict import Verdict, by_state, crashed, explained
+from ckptman.jobs.verdict import by_done, by_state, judge
 from ckptman.policies.resubmit import Ending
-from ckptman.runtime.notify import NOTIFY_ENV
-from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV, Outcome, is_dead
+from ckptman.runtime.outcome import Outcome, is_dead
 from ckptman.storage.io.durable_files import DISK
 
 TORCHRUN_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -122,19 +108,19 @@ class Supervisor:
         number = len(chain.attempts()) + 1
         # Before anything else, such as a look at the disk of the run, which may hang.
         self._ensure_successor(number)
+        history = History.read(chain)
         other = None
         with self._unrecorded("how earlier attempts ended"):
-            other = settle(chain, self._slurm, self._job_id, now)
+            other = settle(history, self._slurm, self._job_id, now, self._say)
         if other is not None:
             self._leave(f"attempt {other.number} of this chain still runs, as job {other.job_id}")
             return None
-        decision = following(chain, now)
-        last = max(chain.ends().values(), key=lambda end: end.number, default=None)
-        if last is not None and last.ending == "finished":  # it was killed before it could say so
+        decision = history.following(now)
+        if history.ends and history.ends[max(history.ends)].ending == "finished":  # killed before it could say so
             self._turn("finished", decision.reason)
             self._cancel_successor()
             return None
-        if why_not := self._look_for_the_root() if decision.again else decision.reason:
+        if why_not := self._look_for_the_root(history) if decision.again else decision.reason:
             self._stop(why_not)
             return None
         attempt = AttemptRecord(
@@ -160,13 +146,8 @@ class Supervisor:
         self._say(f"attempt {number}, job {self._job_id} on {attempt.nodes}")
         return attempt
 
-    @contextmanager
-    def _unrecorded(self, what: str) -> Iterator[None]:
-        """Continue if something cannot be recorded, as on a full disk: the run may have room elsewhere."""
-        try:
-            yield
-        except OSError as error:
-            self._say(f"{what} cannot be recorded in {self._chain.folder}: {error.strerror or error}. The run goes on")
+    def _unrecorded(self, what: str) -> AbstractContextManager[None]:
+        return unrecorded(self._chain, what, self._say)
 
     def _leave(self, why: str) -> None:
         """Leave the chain to the attempt that runs, which has its own successor follow."""
@@ -175,14 +156,14 @@ class Supervisor:
             with self._refusal("{}. The job that was to follow finds that there is nothing to do, and leaves"):
                 self._slurm.cancel([self._successor.job_id])
 
-    def _look_for_the_root(self) -> str | None:
+    def _look_for_the_root(self, history: History) -> str | None:
         """Return why there must be no attempt; looked at again where a mount may only be late."""
         for _ in range(ROOT_LOOKS - 1):
-            if (why := lost(self._chain)) is None:
+            if (why := history.lost()) is None:
                 return None
             self._say(f"{why}. It is looked at again in {ROOT_SECONDS:.0f} s")
             self._sleep(ROOT_SECONDS)
-        return lost(self._chain)
+        return history.lost()
 
     def _ensure_successor(self, attempt: int) -> None:
         """Have the next job in the queue. Where the queue is full or nobody answers, try again later."""
@@ -193,7 +174,7 @@ class Supervisor:
             return
         try:
             if not self._is_in_queue(self._successor):
-                now, noted = self._clock(), job_number_after(self._chain, self._job_number)
+                now, noted = self._clock(), self._chain.job(self._job_number + 1)
                 self._successor = submit_next(self._chain, self._slurm, self._job_number, self._job_id, now)
                 self._has_submitted = noted is None or noted.job_id != self._successor.job_id
         except (SchedulerError, OSError) as error:
@@ -203,7 +184,7 @@ class Supervisor:
 
     def _is_in_queue(self, job: JobRecord | None) -> bool:
         """Return whether a job that this one submitted, and that could not be recorded, waits or runs."""
-        if job is None or job_number_after(self._chain, self._job_number) is not None:
+        if job is None or self._chain.job(self._job_number + 1) is not None:
             return False
         found = self._slurm.jobs([job.job_id]).get(job.job_id)
         with suppress(OSError):
@@ -221,10 +202,7 @@ class Supervisor:
         environ = {
             TORCHRUN_ENV: str(TORCHRUN_SECONDS),
             **self._environ,
-            ATTEMPT_ENV: str(attempt.number),
-            OUTCOME_ENV: str(self._chain.outcome_path(attempt.number)),
-            CHAIN_ENV: str(self._chain.folder),
-            NOTIFY_ENV: spec.notify,
+            **self._chain.environ(attempt.number, spec.notify),
             "PWD": self._workdir,
         }
         arguments = spec.arguments if has_begun else (*spec.arguments, *spec.first_arguments)
@@ -262,40 +240,32 @@ class Supervisor:
                 tell_tasks()
                 self._say(f"{number.name}: it was sent to the batch script alone, and is sent to the tasks, too")
 
-    def _outcome(self, attempt: AttemptRecord, returncode: int) -> Outcome | None:
+    def _outcome(self, history: History, attempt: AttemptRecord, returncode: int) -> Outcome | None:
         """Return the outcome of an attempt; a signal may end its script while its ranks still save, and report then."""
-        outcome = outcome_of(self._chain, attempt, returncode)
+        outcome = outcome_of(history, attempt, returncode, self._say)
         for _ in range(LATE_LOOKS):
             if outcome is None or outcome.state != "running" or is_dead(outcome):
                 break
             self._sleep(LATE_SECONDS)
-            outcome = outcome_of(self._chain, attempt, returncode)
+            outcome = outcome_of(history, attempt, returncode, self._say)
         return outcome
 
     def _end(self, attempt: AttemptRecord, returncode: int) -> None:
-        chain, now = self._chain, self._clock()
-        outcome = self._outcome(attempt, returncode)
+        chain, now, spec = self._chain, self._clock(), self._spec
+        history = History.read(chain)
+        outcome = self._outcome(history, attempt, returncode)
         logs = logs_of(attempt)
-        untold = outcome is None or outcome.state == "running"
-        asked = self._who_asked(attempt, logs)
-        verdict = Verdict(*judge(returncode, outcome, asked.line if asked and untold else ""))
-        down = self._nodes_that_failed() if verdict.ending in ("crashed", "interrupted") else {}
-        if verdict.ending == "crashed":
-            verdict = crashed(outcome, verdict.reason, logs, down, asked)
-        else:
-            verdict = replace(verdict, cause=asked) if untold else explained(verdict, asked)
-        if untold:
-            told = by_done(self._spec.done, self._workdir, self._environ, verdict.ending, verdict.reason)
-            verdict = Verdict(*told, verdict.cause)
-        end = note_end(chain, attempt, self._slurm, outcome, verdict, now, returncode, down)
+        verdict = judge(returncode, outcome, logs, self._who_asked(attempt, logs), self._nodes_that_failed)
+        verdict = by_done(verdict, outcome, spec.done, self._workdir, self._environ)
+        end = end_record(history, attempt, self._slurm, outcome, verdict, now, returncode)
+        with self._unrecorded("how this attempt ended"):
+            note_end(history, end)
+        end = history.ends[attempt.number]
         self._ended = ending = end.ending
-        reason = end.reason
         is_recorded = end.number in chain.ends()
-        if not is_recorded:
-            self._say(f"how this attempt ended cannot be recorded in {chain.folder}: see if there is room")
-        if note := warned_too_late(chain):
+        if note := history.warned_too_late():
             self._say(note)
-        decision = following(chain, now, end)
+        decision = history.following(now)
         state = chain.state
         if decision.again or ending == "finished" or state.state != "active":
             self._say(decision.reason)
@@ -306,9 +276,11 @@ class Supervisor:
             self._turn("finished", decision.reason)
             self._cancel_successor()
         elif not is_recorded and ending == "crashed" and self._unrecorded_jobs() >= self._spec.crash_limit:
-            self._stop(f"{self._unrecorded_jobs()} jobs in a row ended without a record, the last by a crash: {reason}")
+            self._stop(
+                f"{self._unrecorded_jobs()} jobs in a row ended without a record, the last by a crash: {end.reason}"
+            )
         elif not decision.again:
-            if not any(end.root for end in chain.ends().values()):
+            if not history.root:
                 self._say(NO_ROOT)
             self._stop(decision.reason)
         elif self._is_cancelled(attempt):
@@ -319,7 +291,7 @@ class Supervisor:
             self._avoid_bad_nodes(self._job_number)
         else:
             self._ensure_successor(attempt.number)  # somebody may have cancelled it
-            following_job = job_number_after(chain, self._job_number) or self._successor
+            following_job = chain.job(self._job_number + 1) or self._successor
             if self._retry_at is None and following_job is not None:
                 self._say(f"the chain goes on: job {following_job.job_id} is in the queue")
             elif self._retry_at is not None:
@@ -361,7 +333,7 @@ class Supervisor:
 
     def _is_cancelled(self, attempt: AttemptRecord) -> bool:
         """Return whether somebody has cancelled the next job, and then this one: the whole chain is meant."""
-        following_job = job_number_after(self._chain, self._job_number)
+        following_job = self._chain.job(self._job_number + 1)
         limit = self._spec.limit_seconds
         near_limit = limit is not None and attempt.begun_seconds + limit - self._clock() < NEAR_SECONDS
         if following_job is None or self._asked not in ENDING or near_limit:

@@ -1,19 +1,39 @@
-"""Notes on what happens to a chain, by its own events: `ckptman submit --notify`."""
+"""What people are told of a chain: lines in its log, and the notes of `ckptman submit --notify`, by its events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckptman.errors import CkptmanError, ConfigError
-from ckptman.jobs.chain import Say
 from ckptman.jobs.chain_record import Chain
 from ckptman.runtime.journal import number_in, read_journal
 from ckptman.runtime.notify import Notifier
 
+Say = Callable[[str], None]
 _REQUEUE_SECONDS = 3.0
 _NOTIFIED, _FAILED = "notified", "notify failed"
+
+
+def patient(say: Say) -> Say:
+    """Return the same `say`, which does not mind that nobody can hear it: after a SIGHUP the terminal is gone."""
+
+    def tell(text: str) -> None:
+        with suppress(OSError):
+            say(text)
+
+    return tell
+
+
+@contextmanager
+def unrecorded(chain: Chain, what: str, say: Say, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Continue if something cannot be recorded, as on a full disk: the run may have room elsewhere."""
+    try:
+        yield
+    except errors as error:
+        why = getattr(error, "strerror", None) or error
+        say(f"{what} cannot be recorded in {chain.folder}: {why}. The run goes on")
 
 
 def check_notify(command: str | None) -> str:

@@ -18,20 +18,26 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from ckptman.errors import CorruptError, ExistsError, FormatVersionError, NotFoundError
-from ckptman.jobs.chain import CHAINS
+from ckptman.errors import CorruptError, ExistsError, FormatVersionError, NotFoundError, masked
 from ckptman.jobs.progress import Newest
 from ckptman.policies.resubmit import Ending, Reaction
 from ckptman.runtime.journal import Journal
+from ckptman.runtime.notify import NOTIFY_ENV
+from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
 
+CHAINS = "ckptman-chains"
+"""The folder that holds chains, in the directory where they were submitted."""
 FORMAT = 1
 SPEC = "chain.json"
 _MOST_BYTES = 16 * 1024 * 1024
@@ -180,7 +186,7 @@ class Chain:
 
     @classmethod
     def create(cls, folder: Path, spec: Spec, script: bytes, batch_file: str) -> Chain:
-        """Make the folder of a new chain. Raises: ExistsError, OSError."""
+        """Make the folder of a new chain of Slurm jobs. Raises: ExistsError, OSError."""
         DISK.make_folders(folder.parent)
         try:
             DISK.make_folder(folder)
@@ -190,20 +196,20 @@ class Chain:
         DISK.write_file(chain.script, script)
         chain.script.chmod(0o755)
         DISK.write_file(chain.batch_file, batch_file.encode())
-        chain._replace("state.json", State(state="active", time_seconds=spec.created_seconds))
-        chain._replace(SPEC, spec)  # last: a folder without it is not a chain
+        chain._start(spec)
         return chain
 
-    @classmethod
-    def create_local(cls, folder: Path, spec: Spec) -> Chain:
-        """Write down a chain of this machine in a folder that is there, in place of an earlier one. Raises: OSError."""
-        for each in folder.iterdir():
+    def start_local(self, spec: Spec) -> None:
+        """Write down a chain of this machine, without secrets and in place of an earlier one. Raises: OSError."""
+        for each in self.folder.iterdir():
             if re.fullmatch(r"(?:attempt|ended)-\d{4,}\.json", each.name):
                 DISK.remove_file(each)
-        chain = cls(folder)
-        chain._replace("state.json", State(state="active", time_seconds=spec.created_seconds))
-        chain._replace(SPEC, spec)
-        return chain
+        words = {name: tuple(map(masked, getattr(spec, name))) for name in ("arguments", "places", "progress")}
+        self._start(spec.model_copy(update={**words, "done": masked(spec.done), "notify": masked(spec.notify)}))
+
+    def _start(self, spec: Spec) -> None:
+        self._replace("state.json", State(state="active", time_seconds=spec.created_seconds))
+        self._replace(SPEC, spec)  # last: a folder without it is not a chain
 
     @property
     def spec(self) -> Spec:
@@ -234,13 +240,16 @@ class Chain:
         """All jobs, in the order of their numbers."""
         return self._all("job", JobRecord)
 
+    def job(self, number: int) -> JobRecord | None:
+        return self._read(_name("job", number), JobRecord)
+
     def claim(self, job: JobRecord) -> JobRecord:
         """Take the number of a job, unless another job has it. The one that has it."""
-        return self._make(f"job-{job.number:04d}.json", job)
+        return self._make(_name("job", job.number), job)
 
     def put_job(self, job: JobRecord) -> None:
         """Note a job, in place of one of the same number that is gone."""
-        self._replace(f"job-{job.number:04d}.json", job)
+        self._replace(_name("job", job.number), job)
 
     def attempts(self) -> list[AttemptRecord]:
         """All attempts that have begun, in order."""
@@ -248,19 +257,16 @@ class Chain:
 
     def begin(self, attempt: AttemptRecord) -> AttemptRecord:
         """Note that an attempt begins; the one that has this number."""
-        return self._make(f"attempt-{attempt.number:04d}.json", attempt)
-
-    def _attempt_path(self, number: int) -> Path:
-        return self.folder / f"attempt-{number:04d}.json"
+        return self._make(_name("attempt", attempt.number), attempt)
 
     def beat(self, number: int) -> None:
         """Note that an attempt runs. Raises: OSError."""
-        os.utime(self._attempt_path(number))
+        os.utime(self.folder / _name("attempt", number))
 
     def last_sign(self, attempt: AttemptRecord, now: float) -> float:
         """Return when an attempt was last known to run, in unix seconds."""
         try:
-            last = self._attempt_path(attempt.number).stat().st_mtime
+            last = (self.folder / _name("attempt", attempt.number)).stat().st_mtime
         except OSError:
             last = attempt.begun_seconds
         return max(attempt.begun_seconds, min(last, now))
@@ -271,11 +277,20 @@ class Chain:
 
     def end(self, record: EndRecord) -> EndRecord:
         """Note how an attempt ended; what was noted first counts."""
-        return self._make(f"ended-{record.number:04d}.json", record)
+        return self._make(_name("ended", record.number), record)
 
     def outcome_path(self, number: int) -> Path:
         """Return where an attempt is asked to write its outcome."""
         return self.folder / f"outcome-{number}.json"
+
+    def environ(self, number: int, notify: str) -> dict[str, str]:
+        """Return what an attempt is told in its environment."""
+        return {
+            ATTEMPT_ENV: str(number),
+            OUTCOME_ENV: str(self.outcome_path(number)),
+            CHAIN_ENV: str(self.folder),
+            NOTIFY_ENV: notify,
+        }
 
     def _all(self, kind: str, model: type[M]) -> list[M]:
         pattern = re.compile(rf"{kind}-\d{{4,}}\.json")
@@ -312,6 +327,31 @@ def find_chains(base: Path) -> Sequence[Chain]:
     if not folder.is_dir():
         return []
     return [Chain(each) for each in sorted(folder.iterdir()) if (each / SPEC).is_file()]
+
+
+def new_chain_dir(now: float) -> Path:
+    """Return a name for the folder of a new chain, with the time and our process id: `20261121-150300-4711`."""
+    return Path.cwd() / CHAINS / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{os.getpid()}"
+
+
+def is_running(spec: Spec) -> bool | None:
+    """Return whether the process is alive that runs a chain of a machine; None where that is another machine."""
+    import psutil
+
+    if spec.host != socket.gethostname():
+        return None
+    with suppress(psutil.Error):
+        return abs(psutil.Process(spec.pid).create_time() - spec.pid_started) < 1.0
+    return False
+
+
+def is_gone(spec: Spec, state: State) -> bool:
+    """Return whether a chain of this machine has lost the process that ran it, which could not say so any more."""
+    return spec.scheduler == "local" and state.state == "active" and is_running(spec) is False
+
+
+def _name(kind: str, number: int) -> str:
+    return f"{kind}-{number:04d}.json"
 
 
 def _data(record: BaseModel) -> bytes:

@@ -4,187 +4,174 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CorruptError, ExistsError, RootError, SchedulerError
-from ckptman.jobs.attempt_log import logs_of
-from ckptman.jobs.causes import Cause, with_reaction
-from ckptman.jobs.chain import Say, gone_text, judge, newest_sequence, passed_over_text, patient
-from ckptman.jobs.finished import by_done
-from ckptman.jobs.lost_outcome import NO_ROOT, find_outcome
-from ckptman.jobs.process_tree import ATTEMPT_ID_ENV, ProcessTree, handles, ignores
-from ckptman.jobs.progress import Newest, find_left, later_of, named_by
-from ckptman.jobs.signal_queue import ENDING, SignalQueue
-from ckptman.jobs.verdict import crashed
-from ckptman.policies.resubmit import Attempt, Reaction, counts_as_saved, decide
-from ckptman.runtime.notify import NOTIFY_ENV
-from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV, read_outcome
+from ckptman.errors import (
+    EXIT_AGAIN,
+    EXIT_OK,
+    CkptmanError,
+    CorruptError,
+    ExistsError,
+    NotFoundError,
+    SchedulerError,
+)
+from ckptman.jobs.causes import Cause
+from ckptman.jobs.evidence import NO_ROOT, logs_of, logs_of_this_process
+from ckptman.jobs.processes import ATTEMPT_ID_ENV, ENDING, ProcessTree, SignalQueue, handles, ignores
+from ckptman.jobs.progress import named_by
+from ckptman.jobs.verdict import by_done, judge
+from ckptman.runtime.outcome import this_node
 from ckptman.storage.io.durable_files import DISK
 
-if TYPE_CHECKING:
-    from ckptman.jobs.local_record import LocalRecord
+if TYPE_CHECKING:  # pydantic
+    from ckptman.jobs.chain_notes import Say
+    from ckptman.jobs.chain_record import AttemptRecord, Wish
+    from ckptman.jobs.history import History
 
 LOOK_SECONDS = 5.0
 GRACE_SECONDS = 30.0
 """What torchrun gives its workers to save."""
+_TOLERATED = (CkptmanError, OSError)
+"""Errors of the records, which keep no attempt from running."""
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """The options of a chain: see `run_chain`."""
-
-    crash_limit: int
-    max_attempts: int | None
-    stall_limit: int | None
-    progress: tuple[str, ...]
-    done: str
-    on: Mapping[str, Reaction]
-    notify: str
-
-
-def run_chain(
-    command: Sequence[str],
-    chain_dir: Path,
-    say: Say,
-    *,
-    crash_limit: int = 3,
-    max_attempts: int | None = None,
-    stall_limit: int | None = None,
-    progress: Sequence[str] = (),
-    done: str = "",
-    on: Mapping[str, Reaction] | None = None,
-    notify: str = "",
-) -> int:
+def run_chain(command: Sequence[str], chain_dir: Path, say: Say, wish: Wish | None = None) -> int:
     """Run `command` again and again until it is finished. Exit code 0: finished; 75: asked to stop, run it again.
 
     How an attempt ended is read from the outcome it wrote to `chain_dir`, and only without one from its exit code.
-    `say` gets one line per attempt. `progress`: where the checkpoints of a program are that does not save with ckptman.
-    `done`: a file, a glob pattern or a command that tells that it is finished. `on`: reactions to causes of a crash, by
-    name, in place of the usual ones. `notify`: a command that is run with a note at each end.
+    `say` gets one line per attempt. `wish`: the limits of the chain; what is for Slurm alone is ignored.
 
-    Raises: SchedulerError (`crash_limit` attempts in a row crashed with no new checkpoint, or `stall_limit` ended so in
-    whatever way, the last of `max_attempts` crashed, the checkpoints are gone, or the command cannot be started),
-    ExistsError (`chain_dir` belongs to an earlier chain).
+    Raises: SchedulerError (a limit of crashes or stalls was reached, the last of `max_attempts` crashed, the
+    checkpoints are gone, or the command cannot be started), ExistsError (`chain_dir` belongs to an earlier chain).
     Called by `ckptman submit --scheduler local`, in the main thread.
     """
-    tell, since_seconds = patient(say), time.time()
+    from ckptman.jobs.chain_notes import notes_of, patient, unrecorded
+
+    tell = patient(say)
     chain_dir = chain_dir.resolve()  # an attempt may change its working directory
     DISK.make_folders(chain_dir)
     # An outcome of an earlier chain would be read as that of an attempt that died before it wrote one.
     if any(chain_dir.glob("outcome-*.json")):
         raise ExistsError(f"{chain_dir} holds the outcomes of an earlier chain: name a new folder, or remove this one")
-    from ckptman.jobs.chain_notes import notes_of
-    from ckptman.jobs.local_record import LocalRecord
-
-    record = LocalRecord(chain_dir, command, tell, since_seconds, crash_limit, max_attempts)
-    with notes_of(record.chain, notify, tell):
+    history = _new_history(command, chain_dir, wish)
+    chain, spec = history.chain, history.spec
+    with unrecorded(chain, "the chain", tell, _TOLERATED):
+        chain.start_local(spec)
+    code, reason = None, ""
+    with notes_of(chain, spec.notify, tell):
         try:
-            limits = _Limits(crash_limit, max_attempts, stall_limit, tuple(progress), done, on or {}, notify)
-            code, reason = _run_attempts(command, chain_dir, tell, record, limits)
+            code, reason = _run_attempts(command, history, tell)
         except BaseException as error:
-            record.turn("stopped", str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
             raise
-        record.turn("finished" if code == EXIT_OK else "stopped", reason)
+        finally:
+            with unrecorded(chain, "how the chain ended", tell, _TOLERATED):
+                chain.turn("finished" if code == EXIT_OK else "stopped", reason, time.time())
     if code is None:
         raise SchedulerError(f"the chain ends: {reason}. Remove the cause and submit again")
     return code
 
 
-def _run_attempts(
-    command: Sequence[str],
-    chain_dir: Path,
-    tell: Say,
-    record: LocalRecord,
-    limits: _Limits,
-) -> tuple[int | None, str]:
+def _new_history(command: Sequence[str], chain_dir: Path, wish: Wish | None) -> History:
+    """Return the history of a new chain, which nothing is written of yet. Raises: ExistsError."""
+    import psutil
+
+    from ckptman.jobs.chain_record import Chain, Spec, State, Wish, is_running
+    from ckptman.jobs.history import History
+
+    chain, now = Chain(chain_dir), time.time()
+    with suppress(NotFoundError, CorruptError):
+        earlier = chain.spec
+        if earlier.scheduler == "slurm" or (chain.state.state == "active" and is_running(earlier)):
+            raise ExistsError(f"{chain_dir} is the folder of another chain: name a new one")
+    wanted = (wish or Wish()).model_copy(update={"arguments": tuple(command[1:])})
+    spec = Spec(
+        **wanted.model_dump(),
+        scheduler="local",
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        pid_started=psutil.Process().create_time(),
+        script=command[0],
+        interpreter=(),
+        places=tuple(named_by("", command, os.environ)),
+        workdir=str(Path.cwd()),
+        created_seconds=now,
+    )
+    return History(chain, spec, State(state="active", time_seconds=now), [], {})
+
+
+def _run_attempts(command: Sequence[str], history: History, tell: Say) -> tuple[int | None, str]:
     """Return the exit code of the chain, None if it failed, and why it ends. Raises: SchedulerError."""
-    since_seconds = time.time()
-    attempts: list[Attempt] = []
-    workdir = Path.cwd()
-    places = named_by("", command, os.environ)
-    newest: dict[str, Newest] = {}
-    root, sequence = "", 0
-    crashed_before: Cause | None = None
+    from ckptman.jobs.chain_notes import unrecorded
+    from ckptman.jobs.history import end_record, note_end, outcome_of
+
+    chain, spec = history.chain, history.spec
     with SignalQueue() as signals:
         scheduler = LocalScheduler(tell, signals)
         while (stop := scheduler.stop_asked()) is None:
-            number = len(attempts) + 1
-            outcome_file = chain_dir / f"outcome-{number}.json"
-            marks = {
-                ATTEMPT_ENV: str(number),
-                OUTCOME_ENV: str(outcome_file),
-                CHAIN_ENV: str(chain_dir),
-                NOTIFY_ENV: limits.notify,
-            }
-            record.begin(number)
-            begun_seconds = time.time()
-            returncode = scheduler.run_attempt(command, {**os.environ, **marks})
-            try:
-                outcome = read_outcome(outcome_file)
-            except CorruptError as error:
-                outcome = None
-                tell(f"{error}; going by the exit code")
-            if outcome is None:
-                outcome = find_outcome(workdir, [root], begun_seconds, returncode)
-            asked = scheduler.passed_on
-            ending, reason = judge(returncode, outcome, f"{asked.name} was passed on" if asked else "")
-            cause = None
-            if ending == "crashed":
-                verdict = crashed(outcome, reason, logs_of(record.attempt), {})
-                ending, reason, cause = verdict.ending, verdict.reason, verdict.cause
-            if outcome is None or outcome.state == "running":
-                ending, reason = by_done(limits.done, str(workdir), os.environ, ending, reason)
-            root_before, root = root, outcome.root if outcome else root
-            before = sequence
-            try:
-                sequence = newest_sequence(root, since_seconds) if root else before
-            except RootError as error:
-                tell(f"{error}; counted as no progress")
-            with suppress(CkptmanError, OSError):
-                if root and ending != "finished" and (why := passed_over_text(root)):
-                    reason = f"{reason}; {why}"
-            is_known = bool(root) or any(each.has_saved for each in attempts)
-            at = () if root else places
-            left = find_left(limits.progress, at, workdir, newest, begun_seconds, since_seconds, is_known=is_known)
-            newest = later_of(newest, left.newest)
-            has_saved = True if root and sequence != before else left.has_saved
-            if ending != "finished" and left.note:
-                reason = f"{reason}; {left.note}"
-            seconds = time.time() - begun_seconds
-            if cause is not None and ending == "crashed":
-                is_saved, any_saved = counts_as_saved(has_saved, seconds), any(each.has_saved for each in attempts)
-                cause = with_reaction(cause, limits.on, crashed_before, is_saved, any_saved)
-            crashed_before, reaction = cause, cause.reaction if cause else "count"
-            attempts.append(Attempt(number, ending, reason, has_saved, seconds, reaction))
-            following = decide(attempts, limits.crash_limit, limits.max_attempts, limits.stall_limit)
-            if following.again or ending in ("finished", "stopped"):
+            attempt = _next_attempt(history)
+            history.attempts.append(attempt)
+            with unrecorded(chain, "that an attempt began", tell, _TOLERATED):
+                chain.begin(attempt)
+            returncode = scheduler.run_attempt(command, {**os.environ, **chain.environ(attempt.number, spec.notify)})
+            outcome = outcome_of(history, attempt, returncode, tell)
+            verdict = judge(returncode, outcome, logs_of(attempt), scheduler.asked)
+            verdict = by_done(verdict, outcome, spec.done, spec.workdir, os.environ)
+            end = end_record(history, attempt, None, outcome, verdict, time.time(), returncode)
+            history.add(end)
+            following = history.following(time.time())
+            if following.again or end.ending in ("finished", "stopped"):
                 tell(following.reason)
-            record.end(attempts[-1], returncode, outcome, sequence, left, cause)  # nothing of it is printed after this
-            if ending == "finished":
-                return EXIT_OK, reason
-            if held := record.held():
+            with unrecorded(chain, "how an attempt ended", tell, _TOLERATED):
+                note_end(history, end)  # nothing of it is printed after this
+            if end.ending == "finished":
+                return EXIT_OK, end.reason
+            if held := _held(history):
                 tell(f"the chain ends, because it was {held}: submit again to continue from the newest checkpoint")
                 return EXIT_AGAIN, held
-            if before and root == root_before and not sequence and not newest_sequence(root):
-                return None, gone_text(root)
-            if ending == "stopped" and number == limits.max_attempts:
-                return EXIT_AGAIN, f"no more than {number} attempts were allowed"
+            if gone := history.lost():
+                return None, gone
+            if end.ending == "stopped" and end.number == spec.max_attempts:
+                return EXIT_AGAIN, f"no more than {end.number} attempts were allowed"
             if not following.again and scheduler.stop_asked() is None:
-                if not root:
+                if not history.root:
                     tell(NO_ROOT)
                 return None, following.reason
-            if reaction != "count" and following.delay_seconds > 0:
+            if end.reaction != "count" and following.delay_seconds > 0:
                 tell(f"the next attempt starts in {following.delay_seconds:.0f} s")
                 scheduler.pause(following.delay_seconds)
     tell(f"the chain ends, because {stop.name} asked for it: submit again to go on from the newest checkpoint")
     return EXIT_AGAIN, f"{stop.name} asked for it"
+
+
+def _next_attempt(history: History) -> AttemptRecord:
+    from ckptman.jobs.chain_record import AttemptRecord
+
+    return AttemptRecord(
+        number=len(history.attempts) + 1,
+        job=0,
+        job_id=os.environ.get("SLURM_JOB_ID", ""),
+        restart=0,
+        nodes=this_node(os.environ),
+        host=socket.gethostname(),
+        **logs_of_this_process(),
+        begun_seconds=time.time(),
+    )
+
+
+def _held(history: History) -> str:
+    """Return why no further attempt is to start; "": nobody has asked for that."""
+    with suppress(*_TOLERATED):
+        state = history.chain.state
+        return state.reason if state.state == "paused" else ""
+    return ""
 
 
 class LocalScheduler:
@@ -207,6 +194,13 @@ class LocalScheduler:
         self._kill = False
         self.passed_on: signal.Signals | None = None
         """The last signal that was passed on to the attempt that ran last."""
+
+    @property
+    def asked(self) -> Cause | None:
+        """Why the attempt that ran last was asked to stop, if it was."""
+        if self.passed_on is None:
+            return None
+        return Cause("asked", f"{self.passed_on.name} was passed on", (f"signal: {self.passed_on.name}",), "again")
 
     def stop_asked(self) -> signal.Signals | None:
         """Return the signal that asked the chain to end, or None. Between attempts there is nobody to pass it on to."""

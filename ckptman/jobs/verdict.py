@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import glob
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptman.errors import CkptmanError, SchedulerError
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, SchedulerError
 from ckptman.jobs.causes import Cause, asked_by, cause_of_crash
 from ckptman.jobs.slurm.commands import Job, Slurm
 from ckptman.policies.resubmit import Ending
@@ -19,6 +25,8 @@ from ckptman.runtime.outcome import Outcome
 if TYPE_CHECKING:
     from ckptman.jobs.chain_record import AttemptRecord, Chain
 
+DONE_SECONDS = 60.0
+"""How long a command may take to tell whether a run is finished."""
 _NEAR_SECONDS = 120.0
 _FROM_OUTSIDE = {
     "TIMEOUT": ("time-limit", "the time limit"),
@@ -35,11 +43,107 @@ _SIGNAL = re.compile(r"\bSIG[A-Z]+[0-9]*\b")
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an attempt ended. `reason`: one line for people."""
+    """How an attempt ended. `reason`: one line for people. `down`: its nodes that are down, and what Slurm knows of
+    them; None if it was not asked."""
 
     ending: Ending
     reason: str
     cause: Cause | None = None
+    down: Mapping[str, str] | None = None
+
+
+def judge(
+    returncode: int,
+    outcome: Outcome | None,
+    logs: Sequence[Sequence[str]],
+    asked: Cause | None,
+    find_down: Callable[[], Mapping[str, str]] = dict,
+) -> Verdict:
+    """Return how an attempt ended whose script has ended. What the run wrote wins over the exit code, which launchers
+    and scripts swallow.
+
+    Args:
+        returncode: the exit code of the script; -n if signal n killed it.
+        outcome: what the run reported. If it still says "running", the run was killed: exit code 0 is then no proof of
+            an end.
+        logs: the ends of its logs.
+        asked: why it was asked to stop, if it was. Many programs save then, and exit with 0.
+        find_down: asks for the nodes that are down.
+    """
+    code = _describe(returncode)
+    if outcome is None or outcome.state == "running":
+        verdict = _by_code(returncode, code, asked, has_begun=outcome is not None)
+    elif outcome.state == "failed":
+        verdict = Verdict("crashed", f"{outcome.reason} ({code})")
+    else:
+        verdict = explained(Verdict(outcome.state, outcome.reason), asked)
+    if verdict.ending not in ("crashed", "interrupted"):
+        return verdict
+    down = find_down()
+    if verdict.ending == "crashed":
+        verdict = crashed(outcome, verdict.reason, logs, down, asked)
+    return replace(verdict, down=down)
+
+
+def _by_code(returncode: int, code: str, asked: Cause | None, *, has_begun: bool) -> Verdict:
+    """Return how an attempt ended that did not report it. `has_begun`: its run reported that it runs."""
+    if returncode == EXIT_AGAIN:
+        return Verdict("stopped", code, asked)
+    if asked is not None:
+        return Verdict("stopped" if returncode == EXIT_OK else "interrupted", f"{asked.line} ({code})", asked)
+    if not has_begun:
+        return Verdict("finished" if returncode == EXIT_OK else "crashed", code)
+    hint = ": use the Checkpointer in a `with` block, or call close()" if returncode == EXIT_OK else ""
+    return Verdict("crashed", f"{code}, and the run did not say that it ended{hint}")
+
+
+def _describe(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"
+
+
+def by_done(verdict: Verdict, outcome: Outcome | None, done: str, workdir: str, environ: Mapping[str, str]) -> Verdict:
+    """Return how an attempt ended by what the user said that finished means. What its run reported wins."""
+    if not done or (outcome is not None and outcome.state != "running"):
+        return verdict
+    is_done, why = is_finished(done, workdir, environ)
+    ending: Ending = "stopped" if verdict.ending == "finished" else verdict.ending
+    return replace(verdict, ending="finished" if is_done else ending, reason=f"{verdict.reason}; {why}")
+
+
+def is_finished(done: str, workdir: str, environ: Mapping[str, str]) -> tuple[bool, str]:
+    """Return whether a run is finished, and why, for people.
+
+    Args:
+        done: a file or a glob pattern, relative to `workdir`, of which there is one when the run is finished; or a
+            command, which exits with 0 then: an executable file, or words.
+    """
+    path = Path(workdir, done)
+    is_program = os.access(path, os.X_OK) and not path.is_dir()
+    if not any(map(str.isspace, done)) and not is_program:
+        pattern = os.path.join(glob.escape(workdir), done)
+        is_there = bool(glob.glob(pattern, recursive=True))  # noqa: PTH207 of an absolute pattern
+        return is_there, f"--done {done} is there" if is_there else f"not finished, as --done {done} is not there"
+    try:
+        ended = subprocess.run(
+            ["/bin/bash", "-c", shlex.quote(str(path)) if is_program else done],
+            cwd=workdir,
+            env=dict(environ),
+            timeout=DONE_SECONDS,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"not finished, as --done did not answer within {DONE_SECONDS:.0f} s: {done}"
+    except OSError as error:
+        return False, f"not finished, as --done cannot be run ({error.strerror}): {done}"
+    if ended.returncode:
+        return False, f"not finished, as --done exits with {ended.returncode}: {done}"
+    return True, f"--done exits with 0: {done}"
 
 
 def interrupted(cause: Cause) -> Verdict:
@@ -82,7 +186,7 @@ def explained(verdict: Verdict, asked: Cause | None) -> Verdict:
     """Return the verdict of an attempt that stopped because of a signal, with the reason that Slurm had to send it."""
     if asked is None or verdict.ending == "finished" or not _SIGNAL.search(verdict.reason):
         return verdict
-    if asked.line in verdict.reason:
+    if asked.name == "asked" or asked.line in verdict.reason:
         return replace(verdict, cause=asked)
     return Verdict(verdict.ending, f"{asked.line} ({verdict.reason})", asked)
 

@@ -1,11 +1,9 @@
-"""What earlier attempts of a run measured, by its journal: what a save takes, and when an attempt was under way."""
+"""What earlier attempts of a run measured, by its journal: what a save takes, and how fast they trained."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +12,6 @@ from ckptman.storage.format.paths import journal_path
 
 LAST_SAVES = 5
 """How many saves are looked at: one slow save must not count for ever."""
-
-
-@dataclass(frozen=True)
-class StartUp:
-    """When an attempt got where, in unix seconds; None: it did not, or not yet."""
-
-    started_seconds: float | None = None
-    """Its Checkpointer took the root."""
-    restored_seconds: float | None = None
-    """Its restore was done; None also on a fresh start."""
-    first_step_seconds: float | None = None
-    """Its first step ended."""
 
 
 def save_seconds(root: str | os.PathLike[str]) -> float | None:
@@ -98,28 +84,6 @@ def _by_saves(events: Sequence[Mapping[str, Any]]) -> float | None:
     )
     seconds = ended - began - stalls
     return (last - first) / seconds if seconds > 0 and last > first else None
-
-
-def start_up(
-    events: Sequence[Mapping[str, Any]], job_id: str, since_seconds: float, until_seconds: float = math.inf
-) -> StartUp:
-    """Return how the first attempt of a Slurm job came up that began in between two moments, in unix seconds; with job
-    "", that of no job.
-
-    A job that was requeued keeps its id: the time says which of its attempts is meant.
-    """
-    for position, event in enumerate(events):
-        started = _time(event)
-        if event.get("event") != "attempt_started" or (event.get("job_id") or "") != job_id:
-            continue
-        if started is not None and since_seconds <= started < until_seconds:
-            own = [each for each in events[position:] if each.get("attempt") == event.get("attempt")]
-            return StartUp(started, _first(own, "restored"), _first(own, "first_step"))
-    return StartUp()
-
-
-def _first(events: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    return next((_time(event) for event in events if event.get("event") == name), None)
 
 
 def _time(event: Mapping[str, Any]) -> float | None:

@@ -89,7 +89,8 @@ def test_somebody_without_rights(run):
 
 
 def test_a_chain_that_has_ended_cannot_be_held(tmp_path, ends, monkeypatch):
-    chain = Chain.create_local(tmp_path, Spec(script="train", interpreter=(), workdir="/", created_seconds=0.0))
+    chain = Chain(tmp_path)
+    chain.start_local(Spec(script="train", interpreter=(), workdir="/", created_seconds=0.0))
     monkeypatch.setenv("CKPTMAN_CHAIN", str(tmp_path))
     with Checkpointer(tmp_path / "run", {"step": 0}):
         chain.turn("cancelled", "cancelled by somebody", 0.0)

@@ -24,7 +24,8 @@ class Scene:
         own = psutil.Process()
         process = {"host": socket.gethostname(), "pid": own.pid, "pid_started": own.create_time()}
         command = {"script": "train", "interpreter": (), "workdir": str(folder), "created_seconds": 1.0}
-        self.chain = Chain.create_local(folder / "chain", Spec(scheduler="local", **process, **command))
+        self.chain = Chain(folder / "chain")
+        self.chain.start_local(Spec(scheduler="local", **process, **command))
 
     def begin(self, number, log=None):
         path = log or self.log
@@ -144,7 +145,7 @@ def test_no_file_no_process_and_ctrl_c_are_told_in_a_line(scene, follow, ends, m
     scene.begin(1, Path("/dev/null"))
     assert follow(iter(()))[0] == 2
     gone = scene.chain.spec.model_copy(update={"pid_started": 1.0})
-    Chain.create_local(scene.chain.folder, gone)
+    scene.chain.start_local(gone)
     scene.begin(1)
     scene.print("last words\n")
     code, told, error = follow(iter(()))

@@ -59,7 +59,8 @@ def test_save_then_stop_then_the_next_attempt(tmp_path, ask):
 def test_hold_pauses_the_chain_first(tmp_path, ask):
     folder = tmp_path / "chain"
     folder.mkdir()
-    chain = Chain.create_local(folder, Spec(script="train", interpreter=(), workdir="/", created_seconds=0.0))
+    chain = Chain(folder)
+    chain.start_local(Spec(script="train", interpreter=(), workdir="/", created_seconds=0.0))
     with start_ranks(2, train, str(tmp_path / "run"), str(folder)) as world:
         world.await_message(0, "trains")
         step = ask("hold", "Stopped after")

@@ -7,7 +7,7 @@ import torch
 
 import ckptman
 from ckptman.cli.app import main
-from ckptman.jobs.chain import newest_sequence
+from ckptman.jobs.evidence import newest_sequence
 from ckptman.policies.calendar import KeepWithin
 from ckptman.policies.retention import plan
 from ckptman.policies.retention_rules import LATEST_SECONDS, Record, is_known_time

@@ -54,6 +54,11 @@ class FakeSlurm:
         """What a program was called with, each time."""
         return [each["argv"][1:] for each in self.calls if each["argv"][0] == name]
 
+    @property
+    def submissions(self):
+        """What sbatch was called with, each time that it was not just a try."""
+        return [each for each in self.argv("sbatch") if "--test-only" not in each]
+
     def client(self, environ=None, slept=None):
         """Ours, which calls these. It does not sleep, but notes for how long it would have."""
         return Slurm({**self.environ, **(environ or {})}, sleep=(slept if slept is not None else []).append)

@@ -1,23 +1,112 @@
-"""What an attempt leaves for the next: bad nodes, the time of the warning, pauses, lost checkpoints; and arrays."""
+"""What an attempt leaves for the next: its end, limits, bad nodes, lost checkpoints."""
 
-import json
 import shutil
 from datetime import datetime
 
 import pytest
 
 from ckptman.cli.app import main
+from ckptman.errors import BusyError
 from ckptman.jobs.attempt import ROOT_LOOKS
 from ckptman.jobs.chain_record import EndRecord
-from ckptman.jobs.history import AVOIDED_SECONDS, avoided, restart_gaps, warned_too_late
-from ckptman.runtime.journal import Journal, read_journal
+from ckptman.jobs.history import AVOIDED_SECONDS, History
+from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import OUTCOME_ENV, report_node, reported_nodes
-from ckptman.storage.format.paths import journal_path
 from tests.helpers.checkpoints import commit
-from tests.jobs.test_attempt import NOW, attempt, begin_and_be_killed, fake, outcome, submitted
+from tests.helpers.slurm_chains import NOW, attempt, begin_and_be_killed, logs_to, outcome, submitted
 
-__all__ = ["fake"]
+
+def test_three_crashes_end_the_chain_with_the_reason(tmp_path, fake):
+    chain = submitted(tmp_path, fake, "exit 7")
+    codes = [attempt(chain, fake, number)[0] for number in (1, 2, 3)]
+    assert codes == [7, 7, 7]
+    assert chain.state.state == "stopped"
+    assert "3 attempts in a row crashed within 10 min, with no known checkpoint" in chain.state.reason
+    assert fake.argv("scancel") == [["102", "103", "104"][2:]]
+    # A minute, and then two: what fails before its first save is not tried again at once.
+    updates = [each[-1] for each in fake.argv("scontrol") if each[0] == "update"]
+    assert updates == ["StartTime=now+60", "StartTime=now+120"]
+
+
+def test_a_crash_after_a_commit_does_not_count(tmp_path, fake):
+    chain = submitted(tmp_path, fake, f"{outcome('running', root=str(tmp_path / 'root'))}\nexit 7")
+    for number in range(1, 6):
+        commit(tmp_path / "root", 10 * number, time_seconds=NOW + number)
+        assert attempt(chain, fake, number)[0] == 7
+    assert chain.state.state == "active"
+    assert [end.sequence for end in chain.ends().values()] == [1, 2, 3, 4, 5]
+
+
+def test_hours_in_the_queue_do_not_make_an_attempt_long(tmp_path, fake):
+    chain = submitted(tmp_path, fake, "exit 75", stall_limit=1)
+    begin_and_be_killed(chain, fake)
+    fake.plan("squeue", (0, "", ""))
+    attempt(chain, fake, 2, NOW + 7200)
+    end = chain.ends()[1]
+    assert (end.ended_seconds, end.seen_seconds, end.committed) == (NOW + 7200, NOW, None)
+    assert "1 attempt ended within 10 min" in chain.state.reason
+
+
+@pytest.mark.parametrize(
+    ("wish", "later", "why"),
+    [
+        ({"max_attempts": 2}, 0.0, "no more than 2 attempts"),
+        ({"until_seconds": NOW + 50}, 100.0, "date until"),
+        ({"stall_limit": 2}, 0.0, "2 attempts in a row ended within 10 min, with no known checkpoint"),
+    ],
+)
+def test_limits(tmp_path, fake, wish, later, why):
+    chain = submitted(tmp_path, fake, "exit 75", **wish)
+    attempt(chain, fake, 1)
+    attempt(chain, fake, 2, now=NOW + later)
+    assert chain.state.state == "stopped"
+    assert why in chain.state.reason
+
+
+@pytest.mark.parametrize(("used", "state"), [(59.0, "active"), (60.0, "stopped")])
+def test_the_time_that_attempts_took(tmp_path, fake, used, state):
+    chain = submitted(tmp_path, fake, "exit 75", max_walltime_seconds=60.0)
+    begin_and_be_killed(chain, fake)
+    fake.plan("squeue", (0, "101|TIMEOUT|None||x\n", ""))
+    attempt(chain, fake, 2, now=NOW + used)
+    assert chain.state.state == state
+    assert len(chain.attempts()) == (2 if state == "active" else 1)
+    assert state == "active" or "no more were allowed" in chain.state.reason
+
+
+def test_a_busy_root_is_waited_for(tmp_path, fake):
+    told = "BusyError: another run writes to it"
+    busy = outcome("failed", str(tmp_path / "root"), reason=told, exit_code=BusyError.exit_code)
+    chain = submitted(tmp_path, fake, busy + "\nexit 1", crash_limit=1)
+    attempt(chain, fake, 1)
+    assert (chain.ends()[1].cause, chain.ends()[1].reaction, chain.state.state) == ("busy", "wait", "active")
+    assert ["update", "JobId=102", "StartTime=now+300"] in fake.argv("scontrol")
+    assert told in chain.ends()[1].reason
+
+
+def test_a_reaction_of_the_user_wins(tmp_path, fake):
+    crash = outcome("failed", reason="OutOfMemoryError: CUDA out of memory") + "\nexit 1"
+    chain = submitted(tmp_path, fake, crash, on={"oom": "again"}, crash_limit=1)
+    attempt(chain, fake, 1)
+    assert (chain.ends()[1].cause, chain.ends()[1].reaction, chain.state.state) == ("oom", "again", "active")
+    assert not [each for each in fake.argv("scontrol") if "StartTime=now+60" in each]
+
+
+def test_a_node_that_its_cause_blames_is_left_out(tmp_path, fake, monkeypatch):
+    lines = ["[rank3]: RuntimeError: CUDA error: uncorrectable ECC error"]
+    lines += ["srun: error: n2: task 3: Exited with exit code 1"]
+    (tmp_path / "lines").write_text("\n".join(lines))
+    chain = submitted(tmp_path, fake, f"cat {tmp_path}/lines >> {tmp_path}/log; exit 1")
+    logs_to(tmp_path / "log", monkeypatch)
+    fake.plan("scontrol", (0, "", ""), (0, "n1\nn2\nn3\n", ""), (0, "", ""))
+    attempt(chain, fake, 1)
+    end = chain.ends()[1]
+    assert (end.cause, end.reaction, end.bad_nodes) == ("ecc", "elsewhere", {"n2": "a GPU is faulty"})
+
+
 NODES = "n1\nn2\n"
+
+
 DOWN = (
     "NodeName=n1 Arch=x86_64 State=IDLE ThreadsPerCore=1 BootTime=None\n"
     "NodeName=n2 Arch=x86_64 State=DOWN* ThreadsPerCore=1 Reason=it is broken [root@2026-11-22T10:03:38]\n"
@@ -26,10 +115,6 @@ DOWN = (
 
 def ended(chain, number):
     return chain.ends()[number]
-
-
-def last_submission(fake):
-    return [each for each in fake.argv("sbatch") if "--test-only" not in each][-1]
 
 
 def asked_about_nodes(fake, attempts):
@@ -50,21 +135,21 @@ def test_a_node_that_slurm_says_is_down_is_left_out(tmp_path, fake):
     events, _ = read_journal(chain.folder / "events.jsonl")
     assert [list(each["nodes"]) for each in events if each["event"] == "avoided"] == [["n2"]]
     attempt(chain, fake, 2, NOW + 1, SLURM_JOB_NODELIST="n[1-2]")
-    assert last_submission(fake)[-3] == "--exclude=n9,n2"
+    assert fake.submissions[-1][-3] == "--exclude=n9,n2"
     attempt(chain, fake, 3, NOW + AVOIDED_SECONDS + 1, SLURM_JOB_NODELIST="n[1-2]")
     assert [job.job_id for job in chain.jobs()] == ["101", "102", "103", "104"]
-    assert not [each for each in last_submission(fake) if each.startswith("--exclude=n9,n2")]
+    assert not [each for each in fake.submissions[-1] if each.startswith("--exclude=n9,n2")]
 
 
 def test_bad_nodes_are_left_out_for_a_day_with_what_was_last_known(tmp_path, fake):
     chain = submitted(tmp_path, fake, "exit 7")
-    assert avoided(chain, 400.0) == {}
+    assert History.read(chain).avoided(400.0) == {}
     end = {"ending": "crashed", "reason": "exit code 7", "returncode": 7, "root": "", "step": 0, "sequence": 0}
     chain.end(EndRecord(number=1, ended_seconds=200.0, bad_nodes={"n2": "DOWN"}, **end))
     chain.end(EndRecord(number=2, ended_seconds=100.0, bad_nodes={"n1": "ECC", "n2": "silent"}, **end))
-    assert avoided(chain, 400.0) == {"n1": "ECC", "n2": "DOWN"}
-    assert avoided(chain, 100.0 + AVOIDED_SECONDS) == {"n2": "DOWN"}
-    assert avoided(chain, 200.0 + AVOIDED_SECONDS) == {}
+    assert History.read(chain).avoided(400.0) == {"n1": "ECC", "n2": "DOWN"}
+    assert History.read(chain).avoided(100.0 + AVOIDED_SECONDS) == {"n2": "DOWN"}
+    assert History.read(chain).avoided(200.0 + AVOIDED_SECONDS) == {}
 
 
 def test_an_attempt_that_stopped_asks_nobody(tmp_path, fake):
@@ -132,39 +217,6 @@ def test_reports_of_nodes(tmp_path):
     assert set(found) == {"n1"}
     assert found["n1"].startswith("then this!!")
     assert len(found["n1"]) <= 500
-
-
-def measured(root, seconds):
-    journal = Journal(journal_path(root))
-    journal_path(root).parent.mkdir(parents=True, exist_ok=True)
-    journal.record("save_durable", step=5, seconds=seconds)
-    journal.close()
-    return str(root)
-
-
-def test_the_warning_is_as_early_as_the_measured_save_needs(tmp_path, fake):
-    root = measured(tmp_path / "root", 100.0)
-    chain = submitted(tmp_path, fake, outcome("stopped", root) + "\nexit 75", options=("--time=2:00:00",))
-    assert "--signal=B:USR2@180" in last_submission(fake)
-    attempt(chain, fake, 1)
-    attempt(chain, fake, 2)
-    assert "--signal=B:USR2@210" in last_submission(fake)
-
-
-@pytest.mark.parametrize("options", [("--time=9",), ("--time=0",), ("--time=60", "--signal=USR1@30")])
-def test_where_no_warning_is_added(tmp_path, fake, options):
-    submitted(tmp_path, fake, "true", options=options)
-    assert not [each for each in last_submission(fake) if each.startswith("--signal=B")]
-
-
-@pytest.mark.parametrize(("own", "told"), [(60, True), (600, False)])
-def test_a_warning_of_ones_own_that_is_too_late_is_told(tmp_path, fake, own, told):
-    root = measured(tmp_path / "root", 100.0)
-    options = (f"--signal=B:USR2@{own}", "--time=60")
-    chain = submitted(tmp_path, fake, outcome("stopped", root) + "\nexit 75", options=options)
-    assert warned_too_late(chain) == ""
-    _, said = attempt(chain, fake, 1)
-    assert any(f"warns {own} s before the end" in each and "--signal=B:USR2@210" in each for each in said) is told
 
 
 def stopped_under(root, step=5):
@@ -236,30 +288,6 @@ kill -9 $$"""
     assert [end.committed for end in chain.ends().values()] == [True, False, False, True]
 
 
-def test_where_the_time_went(tmp_path, fake, capsys):
-    root = tmp_path / "root"
-    journal_path(root).parent.mkdir(parents=True)
-    chain = submitted(tmp_path, fake, outcome("stopped", str(root)) + "\nexit 75")
-    attempt(chain, fake, 1, NOW)
-    attempt(chain, fake, 2, NOW + 30)
-    moments = iter([NOW + 34, NOW + 36.5, NOW + 39])
-    journal = Journal(journal_path(root), clock=lambda: next(moments))
-    journal.bind(attempt=2)
-    journal.record("attempt_started", job_id="102")
-    journal.record("restored", step=5)
-    journal.record("first_step", step=6)
-    journal.close()
-    [pause] = restart_gaps(chain)
-    assert (pause.queue, pause.start_up, pause.restore, pause.first_step, pause.total) == (30, 4, 2.5, 2.5, 39)
-    capsys.readouterr()
-    assert main(["chain", "show", "--times"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["2", "30.0", "4.0", "2.5", "2.5", "39.0"]
-    assert main(["chain", "show", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["pauses"][0]["total"] == 39
-    attempt(chain, fake, 3, NOW + 50)
-    assert [each.total for each in restart_gaps(chain)] == [39, None]
-
-
 def test_the_end_of_a_killed_attempt_is_what_slurm_says(tmp_path, fake):
     chain = submitted(tmp_path, fake, "true")
     begin_and_be_killed(chain, fake)
@@ -267,35 +295,6 @@ def test_the_end_of_a_killed_attempt_is_what_slurm_says(tmp_path, fake):
     fake.plan("squeue", (0, f"101|NODE_FAIL|None|{when}|x\n", ""))
     attempt(chain, fake, 2, NOW + 50)
     assert ended(chain, 1).ended_seconds == NOW + 20
-
-
-def test_each_task_of_an_array_becomes_a_chain(tmp_path, fake, capsys):
-    script = tmp_path / "train.sbatch"
-    script.write_text("#!/bin/bash\n#SBATCH --time=5 --array=1,3\ntrue\n")
-    assert main(["submit", str(script)]) == 0
-    assert [[each for each in argv if each.startswith("--array")] for argv in fake.argv("sbatch")] == [
-        ["--array=1"],
-        ["--array=3"],
-    ]
-    shown = capsys.readouterr().out
-    assert "-task1" in shown
-    assert "-task3" in shown
-    assert main(["submit", "--dry-run", "--another", str(script)]) == 0
-    assert capsys.readouterr().out.count("would submit:") == 2
-    assert main(["submit", str(script)]) == 5
-    assert "goes on already" in capsys.readouterr().err
-
-
-def test_tasks_that_were_not_taken_are_named(tmp_path, fake, capsys):
-    script = tmp_path / "train.sbatch"
-    script.write_text("#!/bin/bash\n#SBATCH --time=5 --array=1-4\ntrue\n")
-    full = "sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed: Job violates limit"
-    fake.plan("sbatch", (0, "101", ""), (1, "", full))
-    assert main(["submit", str(script)]) == 8
-    assert "Not submitted: --array=2,3,4" in capsys.readouterr().err
-    fake.plan("sbatch", (0, "105", ""))
-    assert main(["submit", "--chain-dir", "rest", "--sbatch", "--array=2,3,4", str(script)]) == 0
-    assert {path.name for path in tmp_path.glob("rest-*")} == {"rest-task2", "rest-task3", "rest-task4"}
 
 
 @pytest.mark.slow

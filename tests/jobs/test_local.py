@@ -1,4 +1,4 @@
-"""Chains: the decisions with a scheduler that only pretends, the processes and signals with real ones."""
+"""Chains on this machine: the decisions with processes that only pretend, the signals with real ones."""
 
 import contextlib
 import json
@@ -9,43 +9,44 @@ import subprocess
 import sys
 import textwrap
 import time
-import uuid
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ckptman import ExistsError, RootError, SchedulerError
-from ckptman.jobs import chain_record, local
-from ckptman.jobs.chain import new_chain_dir, newest_sequence, passed_over_text
-from ckptman.jobs.local import LocalScheduler, run_chain
-from ckptman.jobs.process_tree import ATTEMPT_ID_ENV, ProcessTree
-from ckptman.jobs.signal_queue import SignalQueue
+from ckptman.jobs import chain_record, history, local
+from ckptman.jobs.chain_record import Wish, new_chain_dir
+from ckptman.jobs.evidence import newest_sequence, passed_over_text
+from ckptman.jobs.local import run_chain
 from ckptman.jobs.slurm import control
 from ckptman.runtime.outcome import Outcome, write_outcome
 from ckptman.storage.format.manifest import Nonfinite
-from tests.helpers.checkpoints import commit, make_suspect
+from tests.helpers.checkpoints import commit
 
 # ---- Decisions ------------------------------------------------------------------------------------------------------
 
 
 def outcome(state, reason="", root="/root-of-a-run"):
-    return Outcome(state, 10, reason, 0, root, 1, 0.0, 1, "n1")
+    return Outcome(state, 10, reason, 0, str(root), 1, 0.0, 1, "n1")
 
 
 class Pretended:
-    """Ends each attempt as planned: with an exit code and, if there is one, an outcome or the bytes of one."""
+    """Ends each attempt as planned: with an exit code and, if there is one, an outcome or the bytes of one; and before
+    that does what there is to do."""
 
     def __init__(self, *plan, stop_after=None):
         self.plan, self.stop_after = plan, stop_after
-        self.seen, self.passed_on = [], None
+        self.seen, self.asked = [], None
 
     def stop_asked(self):
         return signal.SIGTERM if self.stop_after is not None and len(self.seen) >= self.stop_after else None
 
     def run_attempt(self, command, env):
-        returncode, wrote = self.plan[len(self.seen)]
+        returncode, wrote, *acts = self.plan[len(self.seen)]
         self.seen.append(dict(env))
+        for act in acts:
+            act()
         path = Path(env["CKPTMAN_OUTCOME"])
         if isinstance(wrote, Outcome):
             write_outcome(path, wrote)
@@ -54,13 +55,11 @@ class Pretended:
         return returncode
 
 
-def chain(tmp_path, *plan, stop_after=None, progress=lambda root: 0, crash_limit=3, max_attempts=None):
+def chain(tmp_path, *plan, stop_after=None, **wish):
     """Exit code, what was said, and the number of attempts."""
     scheduler, told = Pretended(*plan, stop_after=stop_after), []
-    with pretending(scheduler) as patch:
-        # Whether anything is left at all is asked only where nothing new is.
-        patch.setattr(local, "newest_sequence", lambda root, since_seconds=0.0: progress(root) if since_seconds else 0)
-        code = run_chain(["train"], tmp_path / "chain", told.append, crash_limit=crash_limit, max_attempts=max_attempts)
+    with pretending(scheduler):
+        code = run_chain(["train"], tmp_path / "chain", told.append, Wish(**wish))
     return code, told, len(scheduler.seen)
 
 
@@ -72,39 +71,108 @@ def pretending(scheduler):
         yield patch
 
 
+def saving(root, step):
+    """Commit a checkpoint of now."""
+    return lambda: commit(root, step, time_seconds=time.time() + 1)
+
+
 @pytest.mark.parametrize(
     ("returncode", "wrote", "said"),
     [
         (1, outcome("finished", "the run ended"), "attempt 1 finished: the run ended"),
-        (0, outcome("finished", "the run ended"), "attempt 1 finished: the run ended"),
-        (1, outcome("stopped", "SIGTERM on rank 2"), "attempt 1 stopped: SIGTERM on rank 2"),
         (0, outcome("stopped", "SIGTERM on rank 2"), "attempt 1 stopped: SIGTERM on rank 2"),
-        (0, outcome("failed", "CommitError: disk full"), "attempt 1 crashed: CommitError: disk full"),
-        (-9, outcome("running"), "attempt 1 crashed: killed by SIGKILL, and the run did not say that it ended"),
         (0, outcome("running"), "attempt 1 crashed: exit code 0, and the run did not say that it ended: use the"),
-        (75, outcome("running"), "attempt 1 stopped: exit code 75"),
-        (-40, None, "attempt 1 crashed: killed by SIGRTMIN+6"),
-        (137, None, "attempt 1 crashed: exit code 137"),
     ],
 )
 def test_the_outcome_wins_over_the_exit_code(tmp_path, returncode, wrote, said):
     code, told, attempts = chain(tmp_path, (returncode, wrote), (0, None))
-    said = said.replace("SIGRTMIN+6", "signal 40")
     assert told[0].startswith(said)
     assert (code, attempts) == (0, 1 if "finished" in told[0] else 2)
 
 
 def test_a_chain_that_is_held_starts_no_further_attempt(tmp_path):
-    class LocalShard(Pretended):
+    class Held(Pretended):
         def run_attempt(self, command, env):
             control.hold(chain_record.Chain(Path(env["CKPTMAN_CHAIN"])), 0.0)
             return super().run_attempt(command, env)
 
     told = []
-    with pretending(LocalShard((75, None), (0, None))):
+    with pretending(Held((75, None), (0, None))):
         assert run_chain(["train"], tmp_path / "chain", told.append) == 75
     assert "submit again" in told[-1]
     assert chain_record.Chain(tmp_path / "chain").state.state == "stopped"
+
+
+def test_a_crash_that_committed_something_does_not_count(tmp_path):
+    root = tmp_path / "root"
+    crash = (1, outcome("running", root=root))
+    saves = [(*crash, saving(root, step)) for step in (10, 20, 30)]
+    with pytest.raises(SchedulerError, match="attempt 7"):
+        chain(tmp_path, saves[0], saves[1], crash, saves[2], crash, crash, crash)
+
+
+def test_another_root_begins_anew(tmp_path):
+    """One that a run has not named before may hold fewer checkpoints than the last one."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    plan = [(1, outcome("running", root=first), saving(first, 1), saving(first, 2)), (1, None)]
+    plan += [(1, outcome("running", root=second), saving(second, 1)), (0, None)]
+    assert chain(tmp_path, *plan, crash_limit=2)[0] == 0
+    ends = chain_record.Chain(tmp_path / "chain").ends().values()
+    assert [(Path(end.root).name, end.sequence, end.committed) for end in ends] == [
+        ("first", 2, True),
+        ("first", 2, False),
+        ("second", 1, True),
+        ("second", 1, False),
+    ]
+
+
+def test_no_attempt_starts_over_where_the_checkpoints_are_gone(tmp_path):
+    root = tmp_path / "root"
+    stopped = outcome("stopped", root=root)
+    saved, gone = (75, stopped, saving(root, 1)), lambda: root.rename(tmp_path / "elsewhere")
+    with pytest.raises(SchedulerError, match="root held checkpoints of earlier attempts and holds none now"):
+        chain(tmp_path, saved, (75, stopped, saving(root, 2)), (75, stopped, gone), (0, None))
+    # A run that is finished may have moved them itself.
+    (tmp_path / "elsewhere").rename(tmp_path / "seen")
+    finished = (0, outcome("finished", root=root), gone)
+    assert chain(tmp_path / "again", saved, finished)[0] == 0
+
+
+def test_a_root_that_cannot_be_read_is_no_progress(tmp_path, monkeypatch):
+    def unreadable(root, since_seconds=0.0):
+        raise RootError(5, "the checkpoint root cannot be read")
+
+    monkeypatch.setattr(history, "newest_sequence", unreadable)
+    crash = (1, outcome("running"))
+    with pytest.raises(SchedulerError, match=r"3 attempts in a row.* cannot be read.*; counted as no progress"):
+        chain(tmp_path, crash, crash, crash)
+
+
+def test_what_cannot_be_recorded_keeps_no_attempt_from_running(tmp_path):
+    root, folder = tmp_path / "root", tmp_path / "chain"
+    crash = (1, outcome("running", root=root))
+
+    def full():  # no record can be made, and none of before can be read
+        folder.rename(tmp_path / "hidden")
+        folder.mkdir()
+        (folder / "attempt-0002.json").mkdir()
+        (folder / "ended-0001.json").mkdir()
+
+    told = []
+    plan = [(*crash, full), crash, crash, (0, None)]
+    with pretending(Pretended(*plan)), pytest.raises(SchedulerError, match="3 attempts in a row"):
+        run_chain(["train"], folder, told.append)
+    assert any("cannot be recorded in" in each for each in told)
+
+
+def test_the_records_hold_no_secrets(tmp_path, monkeypatch):
+    token = "hf_" + "a1" * 15
+    seen = Pretended((0, None))
+    with pretending(seen):
+        wish = Wish(notify=f"echo {token}", done=f"echo {token}")
+        assert run_chain(["train", f"--token={token}", token], tmp_path / "chain", [].append, wish) == 0
+    assert token not in (tmp_path / "chain/chain.json").read_text()
+    assert seen.seen[0]["CKPTMAN_NOTIFY"] == f"echo {token}"
 
 
 def test_an_outcome_that_cannot_be_read_is_told_and_passed_over(tmp_path):
@@ -112,45 +180,6 @@ def test_an_outcome_that_cannot_be_read_is_told_and_passed_over(tmp_path):
     assert code == 0
     assert "not an outcome" in told[0]
     assert told[1] == "attempt 1 stopped: exit code 75"
-
-
-def test_a_crash_that_committed_something_does_not_count(tmp_path):
-    crash = (1, outcome("running"))
-    newest = iter([1, 2, 2, 3, 3, 3, 3])
-    with pytest.raises(SchedulerError, match="attempt 7"):
-        chain(tmp_path, *[crash] * 7, progress=lambda root: next(newest))
-
-
-def test_progress_is_asked_for_the_root_that_the_run_named(tmp_path):
-    asked = []
-
-    def progress(root):
-        asked.append(root)
-        return len(asked)
-
-    chain(tmp_path, (1, None), (1, outcome("running", root="/a")), (1, None), (0, None), progress=progress)
-    assert asked == ["/a", "/a", "/a"]
-
-
-def test_no_attempt_starts_over_where_the_checkpoints_are_gone(tmp_path):
-    def progress(root):
-        return next(found)
-
-    stopped = (75, outcome("stopped", root="/a"))
-    found = iter([1, 2, 0])
-    with pytest.raises(SchedulerError, match="/a held checkpoints of earlier attempts and holds none now"):
-        chain(tmp_path, stopped, stopped, stopped, (0, None), progress=progress)
-    found = iter([1, 0])  # a run that is finished may have moved them itself
-    assert chain(tmp_path / "again", stopped, (0, outcome("finished", root="/a")), progress=progress)[0] == 0
-
-
-def test_a_root_that_cannot_be_read_is_no_progress(tmp_path):
-    def progress(root):
-        raise RootError(5, "the checkpoint root cannot be read")
-
-    crash = (1, outcome("running"))
-    with pytest.raises(SchedulerError, match="3 attempts in a row"):
-        chain(tmp_path, crash, crash, crash, progress=progress)
 
 
 def test_max_attempts(tmp_path):
@@ -204,36 +233,11 @@ def test_the_name_of_a_new_chain_folder(tmp_path, monkeypatch):
     assert new_chain_dir(now) == tmp_path / "ckptman-chains" / f"20261121-150300-{os.getpid()}"
 
 
-def test_only_checkpoints_of_this_chain_are_progress(tmp_path):
-    root = tmp_path / "root"
-    assert newest_sequence(str(root)) == 0
-    commit(root, 10, time_seconds=1000.0)
-    commit(root, 20, time_seconds=2000.0)
-    commit(root, 15, time_seconds=3000.0)
-    assert newest_sequence(str(root)) == 3
-    assert newest_sequence(str(root), since_seconds=2500.0) == 3
-    assert newest_sequence(str(root), since_seconds=3500.0) == 0
-    (root / "step-0000000015" / "manifest.json").unlink()
-    assert newest_sequence(str(root), since_seconds=1500.0) == 2
-
-
 def test_a_crash_loop_over_old_checkpoints_ends_after_three_attempts_too(tmp_path):
     commit(tmp_path / "root", 10, time_seconds=time.time() - 60)
     crash = (1, outcome("running", root=str(tmp_path / "root")))
     with pretending(Pretended(crash, crash, crash)), pytest.raises(SchedulerError, match="3 attempts in a row"):
         run_chain(["train"], tmp_path / "chain", [].append)
-
-
-def test_a_chain_says_that_a_restore_goes_back_behind_a_suspect(tmp_path):
-    for step in (10, 20):
-        commit(tmp_path, step)
-    assert passed_over_text(str(tmp_path)) == ""
-    make_suspect(tmp_path, 20)
-    assert passed_over_text(str(tmp_path)).startswith("step 20: attempts 1 and 2 loaded it and crashed both after")
-    assert passed_over_text(str(tmp_path)).endswith("so the next attempt goes back to step 10")
-    assert newest_sequence(str(tmp_path)) == 2, "going back is no loss of progress"
-    make_suspect(tmp_path, 10)
-    assert passed_over_text(str(tmp_path)).startswith("step 20 is all there is to restore, and attempts 1 and 2")
 
 
 def test_checkpoints_that_are_not_finite_are_no_progress_and_the_chain_says_so(tmp_path):
@@ -248,7 +252,7 @@ def test_checkpoints_that_are_not_finite_are_no_progress_and_the_chain_says_so(t
     assert newest_sequence(str(root)) == 2
     stopped = (75, outcome("stopped", "SIGTERM", root=str(root)))
     with pretending(Pretended(*[stopped] * 3)), pytest.raises(SchedulerError) as ended:
-        run_chain(["train"], tmp_path / "chain", [].append, stall_limit=2)
+        run_chain(["train"], tmp_path / "chain", [].append, Wish(stall_limit=2))
     assert (
         "2 attempts in a row ended with no new checkpoint; attempt 3 stopped: SIGTERM; its checkpoints from step 30 on "
         "are not finite (NaN or infinity in tensor model.weight), so the next attempt goes back to step 20"
@@ -273,6 +277,7 @@ except CkptmanError as error:
     print("error:", error, flush=True)
     sys.exit(error.exit_code)
 """
+
 
 JOB_HEAD = """
 import os, signal, subprocess, sys, time
@@ -514,67 +519,9 @@ def test_a_second_stop_cuts_the_grace_time_short(start):
     assert chain.ends() == 75
 
 
-def test_a_member_that_hides_its_environment_is_known_from_before():
-    # A process that sets its title overwrites its environment; here it never had one, and its parent dies first.
-    hidden = "import os, signal; os.write(1, b'ready\\n'); signal.pause()"
-    parent = (
-        "import subprocess, sys, signal; "
-        f"subprocess.Popen([sys.executable, '-c', {hidden!r}], env={{}}, start_new_session=True); signal.pause()"
-    )
-    attempt_id = uuid.uuid4().hex
-    leader = subprocess.Popen(
-        [sys.executable, "-c", parent],
-        env={**os.environ, ATTEMPT_ID_ENV: attempt_id},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-    )
-    assert leader.stdout is not None
-    with leader, leader.stdout:
-        family = ProcessTree(leader.pid, attempt_id)
-        try:
-            assert leader.stdout.readline() == b"ready\n"
-            assert len(family.look()) == 2
-            leader.kill()
-            while leader.pid in {member.pid for member in family.look()}:
-                pass
-            assert len(family.look()) == 1
-        finally:
-            family.kill()
-        assert family.look() == set()
-        assert leader.stdout.read() == b""
-
-
-def test_a_chain_inside_a_chain_belongs_to_both(tmp_path):
-    script = f"import os; print(os.environ['{ATTEMPT_ID_ENV}'], file=open('{tmp_path}/id', 'w'))"
-    with SignalQueue() as signals:
-        scheduler = LocalScheduler([].append, signals)
-        assert scheduler.run_attempt([sys.executable, "-c", script], {**os.environ, ATTEMPT_ID_ENV: "outer"}) == 0
-    outer, inner = (tmp_path / "id").read_text().strip().split(":")
-    assert outer == "outer"
-    assert len(inner) == 32
-
-
-def test_handlers_and_the_wakeup_pipe_are_given_back():
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
-    before = [signal.getsignal(number) for number in numbers]
-    open_files = set(Path("/proc/self/fd").iterdir())
-    with SignalQueue() as signals:
-        scheduler = LocalScheduler([].append, signals)
-        assert scheduler.stop_asked() is None
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert scheduler.stop_asked() is None
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert scheduler.stop_asked() is signal.SIGTERM
-    assert [signal.getsignal(number) for number in numbers] == before
-    assert set(Path("/proc/self/fd").iterdir()) == open_files
-    assert signal.set_wakeup_fd(-1) == -1
-    with SignalQueue() as signals:
-        assert LocalScheduler([].append, signals).stop_asked() is None
-
-
 def test_nothing_heavy_is_imported():
     code = (
-        "import sys, json, ckptman.jobs.chain, ckptman.jobs.local, ckptman.runtime.journal, "
+        "import sys, json, ckptman.jobs.verdict, ckptman.jobs.local, ckptman.runtime.journal, "
         "ckptman.runtime.signals, ckptman.runtime.deadline; print(json.dumps(sorted(sys.modules)))"
     )
     modules = json.loads(subprocess.check_output([sys.executable, "-c", code]))

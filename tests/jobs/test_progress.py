@@ -7,12 +7,9 @@ import sys
 import pytest
 
 from ckptman.jobs import progress as progress_module
-from ckptman.jobs.finished import is_finished
 from ckptman.jobs.progress import find_left, find_newest, guess_newest, later_of, named_by, numbers_of
 from tests.helpers.checkpoints import commit
-from tests.jobs.test_attempt import NOW, attempt, fake, submitted, supervisor
-
-__all__ = ["fake"]
+from tests.helpers.slurm_chains import NOW, attempt, submitted, supervisor
 
 
 @pytest.mark.parametrize(
@@ -266,28 +263,6 @@ echo "unclosed
     assert named_by('CKPT_ARGS="--load base --save ck"', [], {}) == ["ck"]
 
 
-@pytest.mark.parametrize(
-    ("done", "expected"),
-    [
-        ("here", True),
-        ("her?", True),
-        ("gone", False),
-        ("test -e here", True),
-        ("test -e gone", False),
-        ("sleep 60", False),
-        ("no-such-program x", False),
-    ],
-)
-def test_what_finished_means(tmp_path, monkeypatch, done, expected):
-    monkeypatch.setattr("ckptman.jobs.finished.DONE_SECONDS", 2.0)
-    write(tmp_path / "here")
-    is_done, why = is_finished(done, str(tmp_path), dict(os.environ))
-    assert is_done is expected
-    assert "--done" in why
-
-
-# ---- In a chain ------------------------------------------------------------------------------------------------------
-
 TRAIN = """
 last=$(ls -d ck/{pattern} 2> /dev/null | grep -o '[0-9]*' | sort -n | tail -1)
 step=$(( ${{last:-0}} + 100 ))
@@ -326,43 +301,6 @@ def test_first_arguments_end_with_the_first_checkpoint_of_any_program(tmp_path, 
     attempt(chain, fake, 1)
     attempt(chain, fake, 2)
     assert (chain.folder.parent / "seen").read_text().splitlines() == ["--init", ""]
-
-
-@pytest.mark.parametrize(("code", "ending"), [(0, "stopped"), (1, "interrupted")])
-def test_who_was_asked_to_stop_has_not_finished(tmp_path, fake, code, ending):
-    chain = submitted(tmp_path, fake, f"kill -TERM $PPID; sleep 1; exit {code}")
-    attempt(chain, fake, 1)
-    assert chain.state.state == "active"
-    end = chain.ends()[1]
-    assert (end.ending, end.reason) == (ending, f"SIGTERM from Slurm (exit code {code})")
-
-
-def test_a_warning_that_only_the_tasks_get_is_known_by_the_clock(tmp_path, fake):
-    chain = submitted(tmp_path, fake, "exit 0", options=("--time=5", "--signal=TERM@20"))
-    clock = iter([NOW, *[NOW + 250.0] * 50])
-    job = supervisor(chain, fake)
-    job._clock = lambda: next(clock)
-    job.run()
-    assert (chain.ends()[1].ending, chain.state.state) == ("stopped", "active")
-    assert "--signal warned it 20 s before the time limit" in chain.ends()[1].reason
-
-
-@pytest.mark.parametrize(
-    ("state", "told"), [("TIMEOUT", "the time limit"), ("PREEMPTED", "preempted"), ("NODE_FAIL", "a node failed")]
-)
-def test_slurm_says_why_it_ended_a_job(tmp_path, fake, state, told):
-    chain = submitted(tmp_path, fake, "exit 0")
-    fake.plan("squeue", (0, f"101|{state}|None||x\n", ""))
-    attempt(chain, fake, 1)
-    assert (chain.ends()[1].ending, chain.ends()[1].reason) == ("stopped", f"{told} (exit code 0)")
-
-
-def test_done_decides_for_a_program_that_always_exits_with_0(tmp_path, fake):
-    chain = submitted(tmp_path, fake, "echo >> seen; exit 0", done="test $(wc -l < seen) = 3")
-    for number in range(1, 4):
-        attempt(chain, fake, number)
-    assert [each.ending for each in chain.ends().values()] == ["stopped", "stopped", "finished"]
-    assert chain.state.state == "finished"
 
 
 def test_long_attempts_of_which_nothing_is_known_are_no_crash_loop(tmp_path, fake):

@@ -13,7 +13,7 @@ import ckptman
 from ckptman import checkpointer as checkpointer_module
 from ckptman.policies.save_policies import SavePolicy
 from ckptman.runtime.journal import Journal, read_journal
-from ckptman.runtime.measurements import StartUp, save_seconds, start_up, steps_per_second, typical_save_seconds
+from ckptman.runtime.measurements import save_seconds, steps_per_second, typical_save_seconds
 from ckptman.runtime.outcome import reported_nodes
 from ckptman.session.timings import Timings
 from ckptman.storage.format.paths import journal_path
@@ -69,8 +69,6 @@ GARBAGE = [None, True, "12", "nan", float("nan"), float("inf"), -1, -0.5, 10**40
 def test_garbage_is_passed_over(garbage):
     assert typical_save_seconds(durable(garbage)) is None
     assert typical_save_seconds(durable(4.0, *[garbage] * 9)) == 4.0
-    events = [{"time": garbage, "event": "attempt_started", "job_id": "7", "attempt": 1}]
-    assert start_up(events, "7", 0.0) == StartUp()
     assert typical_save_seconds([{"time": 1.0, "event": garbage, "seconds": 5.0}, {"time": 1.0}]) is None
 
 
@@ -86,31 +84,6 @@ def test_a_journal_that_is_not_there_or_cannot_be_read_says_nothing(tmp_path):
     path.unlink()
     path.write_bytes(b'\xff\0{"torn\n[1]\n' + json.dumps(durable(2.5)[0]).encode() + b'\n{"time": 1, "event')
     assert save_seconds(tmp_path) == 2.5
-
-
-def test_start_up_is_that_of_the_first_attempt_of_the_job_from_then_on():
-    def of(attempt, job_id, at, *events):
-        started = {"time": at, "event": "attempt_started", "attempt": attempt, "job_id": job_id}
-        return [started, *({"time": at + 1 + n, "event": name, "attempt": attempt} for n, name in enumerate(events))]
-
-    events = [
-        *of(1, "7", 100.0, "first_step", "save_durable"),
-        *of(2, "8", 200.0, "restored", "first_step"),
-        *of(3, "7", 300.0, "restored", "first_step", "restored", "first_step"),
-        *of(4, "7", 400.0, "restored"),
-        *of(5, None, 500.0),
-        *of(6, "9", 600.0),
-        {"time": 650.0, "event": "first_step", "attempt": 7},
-        *of(7, "11", 700.0),
-    ]
-    assert start_up(events, "7", 0.0) == StartUp(100.0, None, 101.0)
-    assert start_up(events, "7", 100.0).started_seconds == 100.0
-    assert start_up(events, "7", 100.1) == StartUp(300.0, 301.0, 302.0), "requeued"
-    assert start_up(events, "7", 301.0) == StartUp(400.0, 401.0, None)
-    assert start_up(events, "8", 0.0) == StartUp(200.0, 201.0, 202.0)
-    assert start_up(events, "9", 0.0) == StartUp(600.0)
-    assert start_up(events, "11", 0.0) == StartUp(700.0), "its number was taken once more: a line got lost"
-    assert start_up(events, "7", 401.0) == start_up(events, "10", 0.0) == StartUp()
 
 
 STEP_SECONDS = 1.0
@@ -211,13 +184,8 @@ def test_the_journal_says_when_an_attempt_was_under_way(tmp_path, monkeypatch):
     assert all(each["init_seconds"] >= STEP_SECONDS for each in steps)
     [restored] = [each for each in events if each["event"] == "restored"]
     assert 0 < restored["seconds"] < time.time() - before
-    first = start_up(events, "77", before)
-    assert first.restored_seconds is None
-    assert first.started_seconds is not None
-    assert first.first_step_seconds is not None
-    assert before <= first.started_seconds <= first.first_step_seconds
-    second = start_up(events, "77", first.first_step_seconds)
-    assert second == StartUp(second.started_seconds, restored["time"], steps[1]["time"])
+    first, second = (each["time"] for each in events if each["event"] == "attempt_started")
+    assert before <= first <= steps[0]["time"] <= second <= restored["time"] <= steps[1]["time"]
 
 
 def test_a_run_that_starts_from_a_checkpoint_of_another_one_says_how_long_that_took(tmp_path):

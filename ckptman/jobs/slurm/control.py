@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptman.errors import ConfigError, NotFoundError
-from ckptman.jobs.chain_record import AttemptRecord, Chain, EndRecord, JobRecord, State, find_chains
-from ckptman.jobs.history import lost
+from ckptman.jobs.chain_record import Chain, JobRecord, find_chains
+from ckptman.jobs.history import History
 from ckptman.jobs.slurm.commands import Job, Slurm, ask_queue
 from ckptman.jobs.slurm.submission import avoid_nodes, submit_again, submit_next
 
 
-@dataclass(frozen=True)
-class ChainStatus:
+@dataclass
+class ChainStatus(History):
     """A chain as it is now: on disk, and in the queue (`live`: its jobs that wait or run, in order; `is_known`: Slurm
     has answered)."""
 
-    state: State
-    attempts: list[AttemptRecord]
-    ends: dict[int, EndRecord]
-    live: list[tuple[JobRecord, Job]]
+    live: list[tuple[JobRecord, Job]] = field(default_factory=list)
     is_known: bool = True
 
     @property
@@ -45,9 +42,12 @@ def glance(chain: Chain, environ: Mapping[str, str]) -> ChainStatus:
 
 
 def _status(chain: Chain, queue: Mapping[str, Job] | None) -> ChainStatus:
-    jobs, known = chain.jobs(), queue or {}
-    live = [(each, known[each.job_id]) for each in jobs if each.job_id in known and not known[each.job_id].over]
-    return ChainStatus(chain.state, chain.attempts(), chain.ends(), live, queue is not None)
+    status, known = ChainStatus.read(chain), queue or {}
+    status.live = [
+        (each, known[each.job_id]) for each in chain.jobs() if each.job_id in known and not known[each.job_id].over
+    ]
+    status.is_known = queue is not None
+    return status
 
 
 def cancel(chain: Chain, slurm: Slurm, now: float) -> ChainStatus:
@@ -88,7 +88,7 @@ def resume(chain: Chain, slurm: Slurm, now: float, *, start_over: bool = False) 
     state = chain.state
     if state.state in ("finished", "cancelled"):
         raise ConfigError(f"the chain is {state.state} ({state.reason}): submit its script again")
-    if not start_over and (gone := lost(chain)) is not None:
+    if not start_over and (gone := History.read(chain).lost()) is not None:
         raise ConfigError(
             f"{gone}. Bring it back and resume again, or start over at step 0: ckptman chain resume --start-over"
         )

@@ -15,10 +15,8 @@ from pathlib import Path
 
 from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerError
 from ckptman.forecast.save_costs import SHORTEST_LIMIT_SECONDS, warning_seconds
-from ckptman.jobs.chain import CHAINS, new_chain_dir
-from ckptman.jobs.chain_record import Chain, JobRecord, Spec, Wish, find_chains
-from ckptman.jobs.finished import is_finished
-from ckptman.jobs.history import avoided, job_number_after, measured_save_seconds
+from ckptman.jobs.chain_record import CHAINS, Chain, JobRecord, Spec, Wish, find_chains, new_chain_dir
+from ckptman.jobs.history import History
 from ckptman.jobs.progress import named_by
 from ckptman.jobs.slurm.batch_script import (
     BatchScript,
@@ -32,6 +30,7 @@ from ckptman.jobs.slurm.batch_script import (
     warned,
 )
 from ckptman.jobs.slurm.commands import QueueFullError, Slurm, UnreachableError, submission_environment
+from ckptman.jobs.verdict import is_finished
 from ckptman.storage.io.durable_files import DISK
 
 MOST_PLACES = 20
@@ -177,7 +176,7 @@ def submit_next(chain: Chain, slurm: Slurm, number: int, job_id: str, now: float
 
     It starts when that job is over, however it ended. Raises: SchedulerError.
     """
-    noted = job_number_after(chain, number)
+    noted = chain.job(number + 1)
     if noted is not None:
         found = slurm.jobs([noted.job_id]).get(noted.job_id)
         if found is not None and not found.over:
@@ -201,9 +200,10 @@ def avoid_nodes(chain: Chain, slurm: Slurm, jobs: Sequence[JobRecord], now: floa
 
     "" if there is nothing to be done. Raises: SchedulerError.
     """
-    if not jobs or not any(end.bad_nodes for end in chain.ends().values()):
+    history = History.read(chain)
+    if not jobs or not any(end.bad_nodes for end in history.ends.values()):
         return ""
-    nodes, why_not = _avoidable(chain, slurm, jobs[0].number, now)
+    nodes, why_not = _avoidable(history, slurm, jobs[0].number, now)
     for job in jobs:
         try:
             slurm.update(job.job_id, ExcNodeList=_excluded(chain.spec, nodes))
@@ -215,10 +215,11 @@ def avoid_nodes(chain: Chain, slurm: Slurm, jobs: Sequence[JobRecord], now: floa
 
 
 def _submit(chain: Chain, slurm: Slurm, number: int, options: Sequence[str], now: float) -> JobRecord:
-    spec = chain.spec
+    history = History.read(chain)
+    spec = history.spec
     # Of two options of the same name the last one counts, and both before what the script says.
-    given = (*spec.options, *_warning(spec, measured_save_seconds(chain)), *options)
-    nodes, _ = _avoidable(chain, slurm, number, now)
+    given = (*spec.options, *_warning(spec, history.save_seconds), *options)
+    nodes, _ = _avoidable(history, slurm, number, now)
     without = [f"--exclude={_excluded(spec, nodes)}"] if nodes else []
     job_id = slurm.submit(chain.batch_file, number, (*given, *without))
     record = JobRecord(number=number, job_id=job_id, time_seconds=now)
@@ -228,10 +229,10 @@ def _submit(chain: Chain, slurm: Slurm, number: int, options: Sequence[str], now
     return record
 
 
-def _avoidable(chain: Chain, slurm: Slurm, number: int, now: float) -> tuple[dict[str, str], str]:
+def _avoidable(history: History, slurm: Slurm, number: int, now: float) -> tuple[dict[str, str], str]:
     """Return the nodes to be left out; none where the job would then wait for ever, and why. Raises:
     UnreachableError."""
-    nodes, spec = avoided(chain, now), chain.spec
+    chain, nodes, spec = history.chain, history.avoided(now), history.spec
     if not nodes:
         return {}, ""
     if "/" in spec.excluded:

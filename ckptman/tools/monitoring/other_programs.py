@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptman.errors import CkptmanError
 from ckptman.jobs.chain_record import Chain, find_chains
-from ckptman.jobs.history import root_of
+from ckptman.jobs.history import History
 from ckptman.jobs.progress import find_newest, latest
 from ckptman.runtime.outcome import read_outcome
 from ckptman.tools.monitoring.history import Attempt, RunHistory, Stretch
@@ -87,7 +87,7 @@ def _places_of(chain: Chain) -> list[Path]:
     newest = latest(next((end.newest for end in reversed(chain.ends().values()) if end.newest), {}))
     named = [Path(spec.begins_in or spec.workdir, each) for each in spec.progress or spec.places]
     found = [
-        *([Path(root)] if (root := root_of(chain) or (outcome.root if outcome else "")) else []),
+        *([Path(root)] if (root := History.read(chain).root or (outcome.root if outcome else "")) else []),
         *([Path(newest.path).parent] if newest is not None else []),
         *(each for each in named if each.is_dir()),
     ]

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptman.errors import CkptmanError, RootError
-from ckptman.jobs.chain_record import Chain, State
-from ckptman.jobs.local_record import is_gone
+from ckptman.jobs.chain_record import Chain, State, is_gone
 from ckptman.jobs.progress import Newest, find_newest, latest
 from ckptman.jobs.slurm.commands import Job, ask_queue
 from ckptman.policies.retention_rules import is_known_time

@@ -19,7 +19,7 @@ from ckptman.jobs.slurm.batch_script import parse
 from ckptman.jobs.slurm.template_keys import TrainingKeys
 from ckptman.jobs.slurm.templates import TEMPLATES, read_settings, render_template
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 FOLDER = REPOSITORY / "slurm_templates"
 TRAINING = [name for name, each in TEMPLATES.items() if issubclass(each.keys, TrainingKeys)]
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

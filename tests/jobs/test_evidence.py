@@ -1,4 +1,4 @@
-"""Ranks without CKPTMAN_OUTCOME: what their root says counts, if it is theirs."""
+"""What an attempt leaves behind: its log, the outcome in its root, and checkpoints."""
 
 import sys
 import time
@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from ckptman import SchedulerError
-from ckptman.jobs import lost_outcome
+from ckptman.errors import SchedulerError
+from ckptman.jobs import evidence
+from ckptman.jobs.chain_record import AttemptRecord, Wish
+from ckptman.jobs.evidence import find_outcome, logs_of, newest_sequence, passed_over_text
 from ckptman.jobs.local import run_chain
-from ckptman.jobs.lost_outcome import find_outcome
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.outcome import Outcome, write_outcome
 from ckptman.storage.catalog.writer_lock import claim
 from ckptman.storage.format.paths import DOT, journal_path, outcome_path
+from tests.helpers.checkpoints import commit, make_suspect
+from tests.helpers.slurm_chains import NOW
 
 OUTCOME = Outcome("stopped", 10, "SIGTERM", 75, "", 1, 100.0, 1, "n1")
 
@@ -81,7 +84,7 @@ def test_a_large_tree_is_not_searched_for_ever(tmp_path, monkeypatch):
         (tmp_path / f"data-{number:02}").mkdir()
     write(tmp_path / "data-19" / "run")
     assert find_outcome(tmp_path, [], 99.0, 1) is not None
-    monkeypatch.setattr(lost_outcome, "_MOST_FOLDERS", 10)
+    monkeypatch.setattr(evidence, "_MOST_FOLDERS", 10)
     assert find_outcome(tmp_path, [], 99.0, 1) is None
 
 
@@ -117,5 +120,51 @@ def test_a_chain_that_never_heard_of_a_root_says_what_may_be_missing(tmp_path, m
     monkeypatch.chdir(tmp_path)
     told = []
     with pytest.raises(SchedulerError, match="1 attempt crashed within 10 min, with no known"):
-        run_chain(["false"], tmp_path / "chain", told.append, crash_limit=1)
+        run_chain(["false"], tmp_path / "chain", told.append, Wish(crash_limit=1))
     assert "pass the variables CKPTMAN_* on to its ranks" in told[-1]
+
+
+def test_the_log_of_a_later_attempt_says_nothing_of_an_earlier_one(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("one\ntwo\nthree\n")
+    first, second = (
+        AttemptRecord(
+            number=n,
+            job=n,
+            job_id="1",
+            restart=0,
+            nodes="",
+            host="",
+            log=str(log),
+            log_begin=begin,
+            begun_seconds=NOW,
+        )
+        for n, begin in ((1, 4), (2, 8))
+    )
+    assert logs_of(first, [second]) == [[], ["two"]]
+    assert logs_of(first) == [[], ["two", "three"]]
+
+
+def test_only_checkpoints_of_this_chain_are_progress(tmp_path):
+    root = tmp_path / "root"
+    assert newest_sequence(str(root)) == 0
+    commit(root, 10, time_seconds=1000.0)
+    commit(root, 20, time_seconds=2000.0)
+    commit(root, 15, time_seconds=3000.0)
+    assert newest_sequence(str(root)) == 3
+    assert newest_sequence(str(root), since_seconds=2500.0) == 3
+    assert newest_sequence(str(root), since_seconds=3500.0) == 0
+    (root / "step-0000000015" / "manifest.json").unlink()
+    assert newest_sequence(str(root), since_seconds=1500.0) == 2
+
+
+def test_a_chain_says_that_a_restore_goes_back_behind_a_suspect(tmp_path):
+    for step in (10, 20):
+        commit(tmp_path, step)
+    assert passed_over_text(str(tmp_path)) == ""
+    make_suspect(tmp_path, 20)
+    assert passed_over_text(str(tmp_path)).startswith("step 20: attempts 1 and 2 loaded it and crashed both after")
+    assert passed_over_text(str(tmp_path)).endswith("so the next attempt goes back to step 10")
+    assert newest_sequence(str(tmp_path)) == 2, "going back is no loss of progress"
+    make_suspect(tmp_path, 10)
+    assert passed_over_text(str(tmp_path)).startswith("step 20 is all there is to restore, and attempts 1 and 2")
