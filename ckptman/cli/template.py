@@ -13,7 +13,7 @@ from ckptman.cli.options import option, path_argument
 from ckptman.errors import ConfigError, ExistsError, NotFoundError
 
 if TYPE_CHECKING:
-    from ckptman.jobs.slurm.templates import Template
+    from ckptman.jobs.slurm.template_keys import Template
 
 Name = Annotated[str | None, path_argument("[NAME]", "The template: see --list.")]
 Output = Annotated[
@@ -39,12 +39,12 @@ def template(
     as_json: AsJson = False,
 ) -> None:
     """Make a batch script for Slurm from a template, for ckptman submit or sbatch."""
-    from ckptman.jobs.slurm.templates import TEMPLATES, read_settings, render_template
-    from ckptman.jobs.slurm.templates import template as find
+    from ckptman.jobs.slurm.template_keys import TEMPLATES, find_template
+    from ckptman.jobs.slurm.templates import read_settings, render_template
     from ckptman.train.config import read_toml
 
     if listing:
-        _list_keys(name, find(name), as_json) if name else _list_templates(TEMPLATES, as_json)
+        _list_keys(name, find_template(name), as_json) if name else _list_templates(TEMPLATES, as_json)
         return
     if name is None:
         raise ConfigError("which template? ckptman template --list says which there are")
@@ -52,7 +52,7 @@ def template(
         raise ConfigError("--json: only with --list; a batch script is text")
     if force and output is None:
         raise ConfigError("--force: it overwrites the file of -o, and there is none")
-    kind = find(name)
+    kind = find_template(name)
     given = read_settings(settings or [])
     from_file = read_toml(config) if config else {}
     merged = {**from_file, **given}

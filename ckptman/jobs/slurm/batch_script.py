@@ -200,10 +200,10 @@ def remarks(options: Mapping[str, str]) -> Iterator[str]:
         yield "each task becomes a chain of its own, an array of one: SLURM_ARRAY_TASK_COUNT is 1 in it"
 
 
-def limit_seconds(options: Mapping[str, str]) -> float | None:
-    """Return what `--time` allows: minutes, minutes:seconds, h:m:s, days-hours, days-h:m, days-h:m:s. None: not
+def limit_seconds(text: str) -> float | None:
+    """Return what a `--time` allows: minutes, minutes:seconds, h:m:s, days-hours, days-h:m, days-h:m:s. None: not
     known."""
-    match = _TIME.fullmatch(options.get("--time", "").strip())
+    match = _TIME.fullmatch(text.strip())
     if match is None:
         return None
     days, first, second, third = (int(match[name] or 0) for name in ("days", "first", "second", "third"))

@@ -100,7 +100,7 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
         script=str(submission.script.resolve()),
         interpreter=script.interpreter,
         sbatch_variables=variables,
-        limit_seconds=limit_seconds(options),
+        limit_seconds=limit_seconds(options.get("--time", "")),
         has_signal="--signal" in options,
         warned_seconds=signal.seconds if signal else None,
         excluded=options.get("--exclude", ""),

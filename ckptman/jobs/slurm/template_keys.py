@@ -1,6 +1,6 @@
-"""The keys of the Slurm templates: their types, defaults and meaning, and which combinations are refused.
+"""The templates of Slurm jobs, and their keys: types, defaults and meaning, and which combinations are refused.
 
-One model for each kind of job. `TEMPLATES` in `templates.py` replaces defaults for a cluster.
+One model for each kind of job; a template of `TEMPLATES` has defaults of its own, as for a cluster.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ckptman.errors import ConfigError, UnknownKeyError
+from ckptman.errors import ConfigError, NotFoundError, UnknownKeyError
 from ckptman.jobs.slurm.batch_script import limit_seconds
 
 # What no text in a batch script may hold: sbatch reads lines, and a terminal obeys control characters.
@@ -25,14 +26,30 @@ VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})|(?<![^,:=])~(?=/
 _OF_ENVIRONMENT = re.compile(r"\$(?:[A-Z_][A-Z0-9_]*\b|\{[A-Z_][A-Z0-9_]*\})|^~(?=/|$)", re.ASCII)
 """Not `${run.name}` of a configuration library."""
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
-_EXPANDED = ("venv", "env", "container", "container_command", "container_binds")
-"""The keys in which the job expands variables; elsewhere they are refused, and `setup` is shell anyway."""
 _DAY_SECONDS = 86400
+
+
+def _text(value: str) -> str:
+    if found := _CONTROL.search(value):
+        raise ValueError(f"a control character ({found[0]!r}) cannot be in a batch script: leave it out")
+    return value
+
+
+def _line(value: str) -> str:
+    if found := _LINE_BREAK.search(_text(value)):
+        raise ValueError(f"{found[0]!r} would end the #SBATCH line: give it on one line, without tabs")
+    return value
+
+
+def _plain(value: str) -> str:
+    if found := VARIABLE.search(_line(value)):
+        raise ValueError(f"{found[0]} would not be expanded here: write the value itself")
+    return value
 
 
 def _words(value: str) -> str:
     try:
-        words = shlex.split(value)
+        words = shlex.split(_text(value))
     except ValueError as error:
         raise ValueError(f"{str(error).lower()}: close the quotes as in a shell") from None
     if not words:
@@ -55,7 +72,7 @@ def _without_variables(value: str) -> str:
 
 
 def _time(value: str) -> str:
-    if limit_seconds({"--time": value}) is None:
+    if limit_seconds(_plain(value)) is None:
         raise ValueError(
             "not a time limit of at least 1 minute: give minutes (90), hours (04:00:00) or days and hours (1-12:00:00)"
         )
@@ -63,7 +80,7 @@ def _time(value: str) -> str:
 
 
 def _name_of_log(value: str) -> str:
-    if "%" in value or "\\" in value:
+    if "%" in _plain(value) or "\\" in value:
         raise ValueError("% and \\ mean something else to Slurm in the name of a log: use a name without them")
     return value
 
@@ -81,10 +98,9 @@ def _variables(value: Mapping[str, str]) -> Mapping[str, str]:
     return value
 
 
-def _options(value: tuple[str, ...]) -> tuple[str, ...]:
-    for option in value:
-        if not re.fullmatch(r"(?s)--[a-z][a-z0-9-]*(=.+)?", option):
-            raise ValueError(f"{option!r} is not an option: write it as --name=value")
+def _option(value: str) -> str:
+    if not re.fullmatch(r"(?s)--[a-z][a-z0-9-]*(=.+)?", _plain(value)):
+        raise ValueError(f"{value!r} is not an option: write it as --name=value")
     return value
 
 
@@ -95,16 +111,22 @@ def _points(value: str) -> str:
 
 
 Count = Annotated[int, Field(gt=0)]
+Text = Annotated[str, AfterValidator(_text)]
+"""Shell, or a value in which a line may end."""
+Line = Annotated[str, AfterValidator(_line)]
+"""A path in which the job expands variables."""
+Plain = Annotated[str, AfterValidator(_plain)]
+"""A value in which nothing is expanded, and which names no variable."""
 Command = Annotated[str, AfterValidator(_words), AfterValidator(_without_variables)]
-Prefix = Annotated[str, AfterValidator(_words)]
+Prefix = Annotated[str, AfterValidator(_words), AfterValidator(_line)]
 Interface = Annotated[str, Field(pattern=r"^[\w.-]*(,[\w.-]+)*$")]
 Word = Annotated[str, Field(pattern=r"^[\w.-]*$")]
 JobName = Annotated[str, Field(min_length=1), AfterValidator(_name_of_job)]
 Time = Annotated[str, AfterValidator(_time)]
 Memory = Annotated[str, Field(pattern=r"^(\d+[KMGT]?)?$")]
 LogFolder = Annotated[str, Field(min_length=1), AfterValidator(_name_of_log)]
-Variables = Annotated[Mapping[str, str], AfterValidator(_variables)]
-Options = Annotated[tuple[str, ...], AfterValidator(_options)]
+Variables = Annotated[Mapping[str, Text], AfterValidator(_variables)]
+Options = tuple[Annotated[str, AfterValidator(_option)], ...]
 Masks = Annotated[str, Field(pattern=r"^((0x)?[0-9a-fA-F]+(,(0x)?[0-9a-fA-F]+)*)?$")]
 
 
@@ -115,33 +137,18 @@ class JobKeys(BaseModel):
 
     command: Command = Field(description="what is run: words, each quoted, so that nothing in them is expanded")
     job_name: JobName = Field("ckptman", description="the name in the queue and of the log")
-    account: str = Field("", description="the project that pays")
-    partition: str = Field("", description="where it runs")
-    qos: str = Field("", description="quality of service")
+    account: Plain = Field("", description="the project that pays")
+    partition: Plain = Field("", description="where it runs")
+    qos: Plain = Field("", description="quality of service")
     time: Time = Field("01:00:00", description="time limit: minutes (90), hours (04:00:00), days (1-12:00:00)")
     cpus_per_task: Count = Field(1, description="cores of one rank")
     mem: Memory = Field("", description="memory of a node, such as 480G")
     log_folder: LogFolder = Field(".", description="where the log goes; it has to be there")
-    modules: str = Field("", description="modules to load, with blanks between them")
-    venv: str = Field("", description="a virtual environment to activate, inside the container if there is one")
-    setup: tuple[str, ...] = Field((), description="a line of shell, as it is; each further one is added")
+    modules: Plain = Field("", description="modules to load, with blanks between them")
+    venv: Line = Field("", description="a virtual environment to activate, inside the container if there is one")
+    setup: tuple[Text, ...] = Field((), description="a line of shell, as it is; each further one is added")
     env: Variables = Field({}, description="environment variables: env.NAME=VALUE")
     sbatch: Options = Field((), description="an option of sbatch, such as --constraint=a; each further one is added")
-
-    @field_validator("*")
-    @classmethod
-    def _can_be_written(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        texts = [value] if isinstance(value, str) else value
-        if isinstance(texts, Mapping):
-            texts = list(texts.values())
-        for text in texts if isinstance(texts, (list, tuple)) else ():
-            if found := _CONTROL.search(text):
-                raise ValueError(f"a control character ({found[0]!r}) cannot be in a batch script: leave it out")
-            if info.field_name not in ("command", "setup", "env") and (found := _LINE_BREAK.search(text)):
-                raise ValueError(f"{found[0]!r} would end the #SBATCH line: give it on one line, without tabs")
-            if info.field_name not in ("command", "setup", *_EXPANDED) and (found := VARIABLE.search(text)):
-                raise ValueError(f"{found[0]} would not be expanded here: write the value itself")
-        return value
 
     def misfits(self) -> Iterator[str]:
         """What is wrong between values that are each right."""
@@ -163,9 +170,9 @@ class TrainingKeys(JobKeys):
     warning_seconds: Annotated[int, Field(gt=0, le=65535)] = Field(
         180, description="the warning comes that long before the time limit"
     )
-    container: str = Field("", description="the image of a container that the command runs in")
+    container: Line = Field("", description="the image of a container that the command runs in")
     container_command: Prefix = Field("singularity exec --nv", description="what runs the container")
-    container_binds: str = Field("", description="folders of the host to be seen in there, with commas between them")
+    container_binds: Line = Field("", description="folders of the host to be seen in there, with commas between them")
 
     @property
     def tasks(self) -> int:
@@ -173,8 +180,18 @@ class TrainingKeys(JobKeys):
         return self.tasks_per_node or self.gpus_per_node or 1
 
     @property
+    def size(self) -> dict[str, int]:
+        """The size of the job as Slurm is asked for it."""
+        return {"nodes": self.nodes, "tasks": self.tasks, "cpus": self.cpus_per_task, "gpus": self.gpus_per_node}
+
+    @property
+    def steps_in_container(self) -> list[str]:
+        """What is done in the container before the command; `$0` is the virtual environment."""
+        return ['source "$0/bin/activate"'] if self.venv else []
+
+    @property
     def time_seconds(self) -> float:
-        return limit_seconds({"--time": self.time}) or 0
+        return limit_seconds(self.time) or 0
 
     def misfits(self) -> Iterator[str]:
         if self.warning_seconds >= self.time_seconds:
@@ -195,6 +212,12 @@ class TorchrunKeys(TrainingKeys):
     spare_nodes: Annotated[int, Field(ge=0)] = Field(
         0, description="so many nodes more, which wait to replace one that dies"
     )
+
+    @property
+    def size(self) -> dict[str, int]:
+        """One task of Slurm for all ranks of a node."""
+        nodes, cpus = self.nodes + self.spare_nodes, self.tasks * self.cpus_per_task
+        return {**super().size, "nodes": nodes, "tasks": 1, "cpus": cpus}
 
     def misfits(self) -> Iterator[str]:
         yield from super().misfits()
@@ -232,6 +255,10 @@ class LeonardoKeys(TrainingKeys):
 class LumiKeys(TrainingKeys):
     cpu_masks: Masks = Field("", description="the cores of each rank of a node; empty: as Slurm does it")
 
+    @property
+    def steps_in_container(self) -> list[str]:
+        return ["${WITH_CONDA:-:}", *super().steps_in_container]
+
     def misfits(self) -> Iterator[str]:
         yield from super().misfits()
         masks = self.cpu_masks.split(",")
@@ -263,6 +290,12 @@ class MatrixKeys(TrainingKeys):
         nodes, tasks = zip(*(point.split("x") for point in self.matrix.split()))
         return max(map(int, nodes)), max(map(int, tasks))
 
+    @property
+    def size(self) -> dict[str, int]:
+        nodes, tasks = self.largest
+        gpus = tasks if self.gpus_per_node < 0 else self.gpus_per_node
+        return {**super().size, "nodes": self.nodes or nodes, "tasks": tasks, "gpus": gpus}
+
     def misfits(self) -> Iterator[str]:
         yield from super().misfits()
         nodes, tasks = self.largest
@@ -272,6 +305,78 @@ class MatrixKeys(TrainingKeys):
             yield f"gpus_per_node: the largest point needs {tasks}, not {self.gpus_per_node}; -1 means as many"
         if self.tasks_per_node is not None:
             yield "tasks_per_node: the points of the matrix say it; leave it out"
+
+
+@dataclass(frozen=True)
+class Template:
+    """A template for `ckptman submit`, or without `chain` for `sbatch`. `own`: its defaults where they differ from
+    those of `keys`."""
+
+    summary: str
+    keys: type[JobKeys]
+    own: Mapping[str, Any] = field(default_factory=dict)
+    chain: bool = True
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {**{name: each.default for name, each in self.keys.model_fields.items()}, **self.own}
+
+
+_TRAINING = {"command": TRAIN, "job_name": "train", "time": "24:00:00", "cpus_per_task": 8}
+_POINT = (
+    "bash -c 'exec python -m ckptman.train --config run.toml --set run.steps=50 "
+    '--set checkpoint.root="runs/scaling/$SCALING_POINT" --set run.log="runs/scaling/$SCALING_POINT.jsonl"\''
+)
+_LUMI = {
+    "partition": "standard-g",
+    "mem": "480G",
+    "cpus_per_task": 7,  # of 8: the first is the system's
+    "gpus_per_node": 8,
+    "exclusive": True,
+    "container": "pytorch.sif",
+    "container_command": "singularity exec",
+    # The libraries of the network, and the file systems.
+    "container_binds": "/var/spool/slurmd,/opt/cray,/usr/lib64/libcxi.so.1,"
+    "/pfs,/scratch,/projappl,/project,/flash,/appl",
+    "cpu_masks": "0x00fe000000000000,0xfe00000000000000,0x0000000000fe0000,0x00000000fe000000,"
+    "0x00000000000000fe,0x000000000000fe00,0x000000fe00000000,0x0000fe0000000000",
+}
+_LEONARDO = {"partition": "boost_usr_prod", "mem": "494000", "exclusive": True}
+_JUWELS = {"partition": "booster", "cpus_per_task": 12, "master_suffix": "i", "interface": "ib0"}
+_JUPITER = {"partition": "booster", "cpus_per_task": 72}
+_SUPERPOD = {"cpus_per_task": 14, "gpus_per_node": 8, "exclusive": True}
+_SCALING = {"command": _POINT, "job_name": "scaling", "time": "00:30:00"}
+_TOKENIZE = {
+    "command": "python -m ckptman.train.tokenize tokens text --vocab-size 16384",
+    "job_name": "tokenize",
+    "time": "04:00:00",
+    "cpus_per_task": 16,
+}
+_VERIFY = {"command": "ckptman verify runs/checkpoints --all", "job_name": "verify", "cpus_per_task": 8}
+_PRUNE = {"command": "ckptman prune runs/checkpoints --keep-last 3 --dry-run", "job_name": "prune"}
+
+TEMPLATES: Mapping[str, Template] = {
+    "generic": Template("training: srun starts one task per GPU", TrainingKeys, _TRAINING),
+    "torchrun": Template("training: one torchrun per node", TorchrunKeys, _TRAINING),
+    "leonardo": Template("training on Leonardo: 4 x A100 a node, no internet", LeonardoKeys, _TRAINING | _LEONARDO),
+    "lumi": Template("training on LUMI: 8 GCDs a node, in a container", LumiKeys, _TRAINING | _LUMI),
+    "jsc": Template("training on JUWELS, JURECA or JUSUF: torchrun, no internet", JscKeys, _TRAINING | _JUWELS),
+    "jupiter": Template("training on JUPITER: 4 x GH200 a node, torchrun, no internet", JscKeys, _TRAINING | _JUPITER),
+    "superpod": Template(
+        "training on a SuperPOD: 8 x H100 or H800 a node, with a log of the GPUs", SuperpodKeys, _TRAINING | _SUPERPOD
+    ),
+    "tokenize": Template("text to tokens, on CPUs, before the training", JobKeys, _TOKENIZE, chain=False),
+    "scaling-matrix": Template("short runs over nodes x GPUs", MatrixKeys, _TRAINING | _SCALING, chain=False),
+    "verify": Template("prove checkpoints, on CPUs, every night", JobKeys, _VERIFY, chain=False),
+    "prune": Template("delete checkpoints by plan, on CPUs, every night", JobKeys, _PRUNE, chain=False),
+}
+
+
+def find_template(name: str) -> Template:
+    """Raises: NotFoundError, which names those there are."""
+    if name not in TEMPLATES:
+        raise NotFoundError(f"there is no template {name!r}; known: {', '.join(TEMPLATES)}")
+    return TEMPLATES[name]
 
 
 def check_keys(kind: type[JobKeys], values: Mapping[str, Any], where: str) -> JobKeys:
@@ -298,7 +403,7 @@ def check_keys(kind: type[JobKeys], values: Mapping[str, Any], where: str) -> Jo
 
 
 def _problem(item: Any) -> str:
-    place = ".".join(str(part) for part in item["loc"])
+    place = ".".join(part for part in item["loc"] if isinstance(part, str))  # no numbers of items
     text = item["msg"].removeprefix("Value error, ")
     if item["type"] == "string_pattern_mismatch":
         text = "not in the form it must have; ckptman template NAME --list says what it is"

@@ -103,8 +103,8 @@ def test_the_batch_file_holds_the_directives_and_quotes_what_it_names():
     ],
 )
 def test_time_limits(text, seconds):
-    assert limit_seconds({"--time": text}) == seconds
-    assert limit_seconds({}) is None
+    assert limit_seconds(text) == seconds
+    assert limit_seconds("") is None
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from ckptman.cli.app import main
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError, UnknownKeyError
 from ckptman.jobs.slurm import templates
 from ckptman.jobs.slurm.batch_script import parse
-from ckptman.jobs.slurm.template_keys import TrainingKeys
-from ckptman.jobs.slurm.templates import TEMPLATES, read_settings, render_template
+from ckptman.jobs.slurm.template_keys import TEMPLATES, TrainingKeys
+from ckptman.jobs.slurm.templates import read_settings, render_template
 
 REPOSITORY = Path(__file__).parents[3]
 FOLDER = REPOSITORY / "slurm_templates"
