@@ -66,8 +66,7 @@ class Supervisor:
         self._spec: Spec = chain.spec
         self._job_id, self._replaces = environ["SLURM_JOB_ID"], replaces
         self._retry_at: float | None = None
-        self._successor: JobRecord | None = None
-        self._has_submitted = False
+        self._submitted: JobRecord | None = None
         self._asked: signal.Signals | None = None
         self._ending = False
         self._ended: Ending | None = None
@@ -152,9 +151,9 @@ class Supervisor:
     def _leave(self, why: str) -> None:
         """Leave the chain to the attempt that runs, which has its own successor follow."""
         self._say(f"{why}: this job leaves")
-        if self._has_submitted and self._successor is not None:
+        if self._submitted is not None:
             with self._refusal("{}. The job that was to follow finds that there is nothing to do, and leaves"):
-                self._slurm.cancel([self._successor.job_id])
+                self._slurm.cancel([self._submitted.job_id])
 
     def _look_for_the_root(self, history: History) -> str | None:
         """Return why there must be no attempt; looked at again where a mount may only be late."""
@@ -173,23 +172,14 @@ class Supervisor:
         if not follows or (spec.max_attempts is not None and attempt >= spec.max_attempts):
             return
         try:
-            if not self._is_in_queue(self._successor):
-                now, noted = self._clock(), self._chain.job(self._job_number + 1)
-                self._successor = submit_next(self._chain, self._slurm, self._job_number, self._job_id, now)
-                self._has_submitted = noted is None or noted.job_id != self._successor.job_id
+            noted = self._chain.job(self._job_number + 1)
+            successor = submit_next(self._chain, self._slurm, self._job_number, self._job_id, self._clock())
+            if successor != noted:
+                self._submitted = successor
         except (SchedulerError, OSError) as error:
             self._say(f"there is no successor yet: {error}. While the script runs, this is tried every minute")
             self._chain.events.record("no successor", attempt=attempt, why=str(error))
             self._retry_at = self._clock() + RETRY_SECONDS
-
-    def _is_in_queue(self, job: JobRecord | None) -> bool:
-        """Return whether a job that this one submitted, and that could not be recorded, waits or runs."""
-        if job is None or self._chain.job(self._job_number + 1) is not None:
-            return False
-        found = self._slurm.jobs([job.job_id]).get(job.job_id)
-        with suppress(OSError):
-            self._chain.put_job(job)
-        return found is not None and not found.over
 
     def _run_script(self, signals: SignalQueue, attempt: AttemptRecord) -> int:
         spec = self._spec
@@ -291,7 +281,7 @@ class Supervisor:
             self._avoid_bad_nodes(self._job_number)
         else:
             self._ensure_successor(attempt.number)  # somebody may have cancelled it
-            following_job = chain.job(self._job_number + 1) or self._successor
+            following_job = chain.job(self._job_number + 1)
             if self._retry_at is None and following_job is not None:
                 self._say(f"the chain goes on: job {following_job.job_id} is in the queue")
             elif self._retry_at is not None:
@@ -364,10 +354,10 @@ class Supervisor:
 
     def _cancel_successor(self) -> None:
         with self._refusal("{}. What is left in the queue finds that the chain has ended, and leaves"):
-            left: set[str] = set()
+            left = {self._submitted.job_id} if self._submitted is not None else set()
             with suppress(CorruptError):
-                left = {each.job_id for each in self._chain.jobs() if each.number > self._job_number}
-            self._slurm.cancel(sorted(left | {self._successor.job_id} if self._successor is not None else left))
+                left |= {each.job_id for each in self._chain.jobs() if each.number > self._job_number}
+            self._slurm.cancel(sorted(left))
 
     def _avoid_bad_nodes(self, first_job: int) -> None:
         following_jobs = [each for each in self._chain.jobs() if each.number >= first_job]

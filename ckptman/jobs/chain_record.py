@@ -177,12 +177,14 @@ class EndRecord(_Record):
 
 
 class Chain:
-    """The folder of a chain. Nothing is cached: others write to it as well."""
+    """The folder of a chain. Nothing is cached, as others write to it as well; only jobs that could not be written down
+    are remembered."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.script, self.batch_file = folder / "script", folder / "batch.sh"
         self.events = Journal(folder / "events.jsonl")
+        self._unwritten: dict[int, JobRecord] = {}
 
     @classmethod
     def create(cls, folder: Path, spec: Spec, script: bytes, batch_file: str) -> Chain:
@@ -238,18 +240,21 @@ class Chain:
 
     def jobs(self) -> list[JobRecord]:
         """All jobs, in the order of their numbers."""
-        return self._all("job", JobRecord)
+        found = {job.number: job for job in self._all("job", JobRecord)}
+        return [job for _, job in sorted({**found, **self._unwritten}.items())]
 
     def job(self, number: int) -> JobRecord | None:
-        return self._read(_name("job", number), JobRecord)
+        return self._unwritten.get(number) or self._read(_name("job", number), JobRecord)
 
     def claim(self, job: JobRecord) -> JobRecord:
         """Take the number of a job, unless another job has it. The one that has it."""
         return self._make(_name("job", job.number), job)
 
     def put_job(self, job: JobRecord) -> None:
-        """Note a job, in place of one of the same number that is gone."""
+        """Note a job, in place of one of the same number that is gone. Raises: OSError (it is remembered here)."""
+        self._unwritten[job.number] = job
         self._replace(_name("job", job.number), job)
+        del self._unwritten[job.number]
 
     def attempts(self) -> list[AttemptRecord]:
         """All attempts that have begun, in order."""

@@ -43,21 +43,22 @@ def paced(seconds):
     return f"{Path(__file__).with_name('paced.py')} {seconds}"
 
 
-def script(folder, tokens, *, program=TRAIN, minutes=5, **settings):
-    """A batch script of the loop.
-
-    Args:
-        settings: keys of its configuration, with __ for the dot.
-    """
+def options(folder, tokens, settings):
+    """What the loop is called with after `--config run.toml`: its shape, and `settings`, with __ for the dot."""
     (folder / "run.toml").write_text("")
     values = {**SHAPE, "data.path": tokens, **{key.replace("__", "."): each for key, each in settings.items()}}
+    return [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
+
+
+def script(folder, tokens, *, program=TRAIN, minutes=5, **settings):
+    """A batch script of the loop. `settings`: see `options`."""
     path = folder / "train.sbatch"
     path.write_text(
         BODY.format(
             python=programs() / "python",
             program=program,
             minutes=minutes,
-            settings=" ".join(f"--set {name}={value}" for name, value in values.items()),
+            settings=" ".join(options(folder, tokens, settings)),
         )
     )
     return path

@@ -14,7 +14,7 @@ from ckptman.runtime.journal import read_journal
 from ckptman.storage.format.paths import journal_path
 from tests.helpers import forkserver
 from tests.helpers.scenarios import Scene
-from tests.slurm.bundled import SHAPE, paced
+from tests.slurm.bundled import options, paced
 
 PYTHON = Path(sys.executable)
 LAUNCHER = '#!/bin/bash\nexec {program} "$@"\n'
@@ -43,11 +43,9 @@ def programs(lab, tmp_path, monkeypatch):
 
 def begin(lab, folder, tokens, *keys, longer_seconds=0.05, **settings):
     """A chain of the bundled loop, each step of which takes so much longer. `keys`: of the template; `settings`: of the
-    loop, with __ for the dot."""
-    (folder / "run.toml").write_text("")
-    values = {**SHAPE, "data.path": tokens, **{key.replace("__", "."): each for key, each in settings.items()}}
-    options = [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
-    command = shlex.join(["python", *paced(longer_seconds).split(), "--config", "run.toml", *options])
+    loop."""
+    loop = paced(longer_seconds).split()
+    command = shlex.join(["python", *loop, "--config", "run.toml", *options(folder, tokens, settings)])
     given = [f"command={command}", "nodes=2", "gpus_per_node=0", "tasks_per_node=2", "cpus_per_task=1", "mem=200"]
     given += ["time=10", "setup=exec > log 2>&1", *keys]
     arguments = [part for each in given for part in ("--set", each)]
