@@ -188,8 +188,3 @@ def _choice(root: str, suspects: Mapping[int, str]) -> Choice[Entry]:
     except NotFoundError:
         found = []
     return choose(reversed(found), suspects)
-
-
-def gone_text(root: str) -> str:
-    """Say that no checkpoint is left of those that attempts made under `root`: another one would start over."""
-    return f"{root} held checkpoints of earlier attempts and holds none now: it was moved, deleted, or is not mounted"

@@ -14,7 +14,7 @@ from ckptman.forecast.save_costs import warning_seconds
 from ckptman.jobs.causes import CRASHES, Cause, asked_by, with_reaction
 from ckptman.jobs.chain_notes import Say
 from ckptman.jobs.chain_record import AttemptRecord, Chain, EndRecord, Spec, State
-from ckptman.jobs.evidence import find_outcome, gone_text, logs_of, newest_sequence, passed_over_text
+from ckptman.jobs.evidence import find_outcome, logs_of, newest_sequence, passed_over_text
 from ckptman.jobs.progress import Left, Newest, find_left, later_of
 from ckptman.jobs.slurm.commands import Job, Slurm
 from ckptman.jobs.verdict import Verdict, by_state, crashed, explained, interrupted, why_killed, why_requeued
@@ -93,9 +93,13 @@ class History:
         if not held or max(held) <= self.state.given_up:
             return None
         try:
-            return None if newest_sequence(root) else gone_text(root)
+            if newest_sequence(root):
+                return None
         except (CkptmanError, OSError):
             return None
+        return (
+            f"{root} held checkpoints of earlier attempts and holds none now: it was moved, deleted, or is not mounted"
+        )
 
     def avoided(self, now: float) -> dict[str, str]:
         """Return the nodes that were found bad in the last day, which the next attempt had better not run on, and

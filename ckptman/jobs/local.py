@@ -192,15 +192,8 @@ class LocalScheduler:
         self._say, self._signals = say, signals
         self._stop: signal.Signals | None = None
         self._kill = False
-        self.passed_on: signal.Signals | None = None
-        """The last signal that was passed on to the attempt that ran last."""
-
-    @property
-    def asked(self) -> Cause | None:
-        """Why the attempt that ran last was asked to stop, if it was."""
-        if self.passed_on is None:
-            return None
-        return Cause("asked", f"{self.passed_on.name} was passed on", (f"signal: {self.passed_on.name}",), "again")
+        self.asked: Cause | None = None
+        """Why the attempt that ran last was asked to stop: the last signal that was passed on to it."""
 
     def stop_asked(self) -> signal.Signals | None:
         """Return the signal that asked the chain to end, or None. Between attempts there is nobody to pass it on to."""
@@ -218,7 +211,7 @@ class LocalScheduler:
 
         When this returns, no process of the attempt is alive. Raises: SchedulerError (it cannot be started).
         """
-        self.passed_on = None
+        self.asked = None
         outer_id, attempt_id = env.get(ATTEMPT_ID_ENV), uuid.uuid4().hex
         child = _start(command, {**env, ATTEMPT_ID_ENV: f"{outer_id}:{attempt_id}" if outer_id else attempt_id})
         tree = ProcessTree(child.pid, attempt_id)
@@ -248,17 +241,21 @@ class LocalScheduler:
             self._say(f"{number.name} once more: every process of the attempt is killed")
         elif number in ENDING:
             self._say(f"{number.name}: passed on, and the chain ends after this attempt; once more kills it at once")
-            self.passed_on = number
+            self.asked = _passed_on(number)
             os.kill(pid, number)
         else:
             passed = number if handles(pid, number) else signal.SIGTERM
-            self.passed_on = None if ignores(pid, passed) else passed
             self._say(f"{number.name}: passed on as {passed.name}; the chain goes on with the next attempt")
+            self.asked = None if ignores(pid, passed) else _passed_on(passed)
             os.kill(pid, passed)
 
     def _hurry(self) -> bool:
         self._take(0.05)
         return self._kill
+
+
+def _passed_on(number: signal.Signals) -> Cause:
+    return Cause("asked", f"{number.name} was passed on", (f"signal: {number.name}",), "again")
 
 
 def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
