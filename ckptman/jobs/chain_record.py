@@ -155,7 +155,7 @@ class EndRecord(_Record):
     `ended_seconds`: when the next attempt began, if nobody knows when this one ended; then `seen_seconds` is when it
     was last known to run. `newest`: the newest checkpoints that the program saved in its own way, by naming scheme.
     `bad_nodes`: nodes to avoid from now on, and why. `save_seconds`: the time of a save. `cause`, `evidence`,
-    `reaction`: see `scheduler.causes.Cause`; "" if nobody looked.
+    `reaction`: see `causes.Cause`; "" if nobody looked.
     """
 
     number: int

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from ckptman.jobs.chain_record import JobRecord
 from ckptman.jobs.slurm.accounting import jobs_of_chains
 from ckptman.storage.io.durable_files import DISK
 from tests.helpers.slurm_chains import NOW, attempt, begin_and_be_killed, outcome, submitted, supervisor
@@ -156,6 +157,19 @@ def test_a_full_disk_under_the_chain_ends_nothing(tmp_path, fake, monkeypatch):
         chain.script.write_text("#!/bin/bash\nexit 0\n")
         attempt(chain, fake, 3)
     assert fake.argv("scancel")[-1] == ["104"]
+
+
+def test_a_successor_that_could_not_be_recorded_is_not_submitted_twice(tmp_path, fake, monkeypatch):
+    chain = submitted(tmp_path, fake, "exit 75")
+    chain.put_job(JobRecord(number=2, job_id="90", time_seconds=NOW))  # somebody has cancelled that one
+    fake.plan("squeue", (0, "90|CANCELLED|None||x\n102|PENDING|Dependency||x\n101|RUNNING|None||x\n", ""))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DISK, "replace_file", full)
+    assert attempt(chain, fake, 1)[1][-1] == "the chain goes on: job 102 is in the queue"
+    assert len(fake.argv("sbatch")) == 2
 
 
 def test_a_site_that_refuses_sbatch_on_its_nodes_has_the_job_requeued(tmp_path, fake):
