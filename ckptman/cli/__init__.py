@@ -1,4 +1,4 @@
-"""The command line, one file per verb. No verb imports torch unless it must load tensors."""
+"""The command line, one file per verb or group of verbs. No verb imports torch unless it must load tensors."""
 
 from __future__ import annotations
 

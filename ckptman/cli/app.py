@@ -25,27 +25,27 @@ EXIT_BUG = 70
 _VERBS = {
     "list": ("Look", "list:list_checkpoints", "what is there, and whether it counts"),
     "status": ("Look", "status:status", "how runs stand: step, saves, job, chain, and when they end"),
-    "report": ("Look", "report:report", "where the hours of runs went, as a table or as a page"),
-    "path": ("Look", "path:path", "the path of the newest checkpoint, the best, or that of a step"),
+    "report": ("Look", "status:report", "where the hours of runs went, as a table or as a page"),
+    "path": ("Look", "select:path", "the path of the newest checkpoint, the best, or that of a step"),
     "show": ("Look", "show:show", "one checkpoint: its origin, tensors and values"),
     "diff": ("Look", "diff:diff", "what changed between two checkpoints"),
     "verify": ("Prove", "verify:verify", "proves that every byte is what was saved, and that it loads"),
     "doctor": ("Prove", "doctor:doctor", "whether a mount is safe and how fast it is; or what is around the job"),
     "probe": ("Prove", "probe:probe_app", "whether the loader of a training keeps up with it"),
     "prune": ("Keep", "prune:prune", "deletes by plan, and clears what crashes left over"),
-    "pin": ("Keep", "pin:pin", "keeps a checkpoint whatever the rules say"),
-    "unpin": ("Keep", "pin:unpin", "lets the rules decide about it again"),
-    "rollback": ("Keep", "rollback:rollback", "goes back to an earlier step; what is newer is abandoned"),
+    "pin": ("Keep", "marks:pin", "keeps a checkpoint whatever the rules say"),
+    "unpin": ("Keep", "marks:unpin", "lets the rules decide about it again"),
+    "rollback": ("Keep", "marks:rollback", "goes back to an earlier step; what is newer is abandoned"),
     "copy": ("Move", "copy:copy", "copies to another root or object store, every byte read back"),
-    "drain": ("Move", "drain:drain", "copies to the tiers of a run"),
+    "drain": ("Move", "copy:drain", "copies to the tiers of a run"),
     "memory": ("Move", "memory:memory_app", "what runs hold in the memory of a node: shows it, flushes it, removes it"),
-    "export": ("Move", "export:export", "a checkpoint, or a part of it, for other programs"),
-    "adopt": ("Move", "adopt:adopt", "makes what plain DCP or torchtitan wrote a checkpoint of ckptman"),
+    "export": ("Move", "other_programs:export", "a checkpoint, or a part of it, for other programs"),
+    "adopt": ("Move", "other_programs:adopt", "makes what plain DCP or torchtitan wrote a checkpoint of ckptman"),
     "plan": ("Plan", "plan:plan", "size, disk, seconds and the interval, before a run spends a GPU hour"),
     "simulate": ("Plan", "simulate:simulate", "plays a month of failures against intervals"),
     "submit": ("Run", "submit:submit", "runs a batch script or a command until it is finished"),
     "chain": ("Run", "chain:chain_app", "shows, follows, holds and ends chains of attempts"),
-    "ask": ("Run", "ask:ask", "has a running training save, stop, or stop and stay stopped"),
+    "ask": ("Run", "status:ask", "has a running training save, stop, or stop and stay stopped"),
     "template": ("Run", "template:template", "makes a batch script for Slurm"),
 }
 """Each verb with its panel, module and function, and what it does: the order and the text of `--help`, for which no
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
             _print_traceback(error)
         said = message(error)
         if isinstance(error, (NotFoundError, ConfigError)):
-            from ckptman.cli.suggest import suggestion
+            from ckptman.cli.select import suggestion
 
             said += suggestion(arguments, said, is_missing=isinstance(error, NotFoundError))
         complain(said)

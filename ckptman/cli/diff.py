@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console
-from ckptman.cli.options import AsJson, option, path_argument
-from ckptman.cli.progress import progress
+from ckptman.cli.console import progress
+from ckptman.cli.options import AsJson, flag, option, path_argument
 from ckptman.cli.select import choose, is_foreign
 from ckptman.errors import ConfigError, NotFoundError
 from ckptman.policies.parameters import check_count
@@ -49,10 +49,8 @@ def diff(
     top: Annotated[
         int, typer.Option("--top", metavar="N", help="Show that many lines of tensors, and of values.")
     ] = 20,
-    everything: Annotated[bool, typer.Option("--all", help="Show all tensors and values, however many.")] = False,
-    read: Annotated[
-        bool, typer.Option("--read", help="Read every tensor, even if the digests say it did not change.")
-    ] = False,
+    everything: Annotated[bool, flag("--all", "Show all tensors and values, however many.")] = False,
+    read: Annotated[bool, flag("--read", "Read every tensor, even if the digests say it did not change.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what changed between two checkpoints.

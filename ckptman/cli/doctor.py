@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from ckptman.cli import console
+from ckptman.cli.console import ending_cleanly, status_line
 from ckptman.cli.options import AsJson, is_size, option, parse_size, path_argument
-from ckptman.cli.progress import ending_cleanly, status_line
 from ckptman.cli.select import choose, is_foreign
 from ckptman.engine.state.installed_torch import TorchFacts
 from ckptman.errors import CkptmanError, ConfigError

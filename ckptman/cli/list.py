@@ -17,8 +17,7 @@ import typer
 from ckptman.cli import console
 from ckptman.cli.memory import describe_parts, in_memory, parts_text
 from ckptman.cli.options import AsJson, path_argument
-from ckptman.cli.select import known_suspects, roots_of
-from ckptman.cli.suggest import roots_near
+from ckptman.cli.select import known_suspects, roots_near, roots_of
 from ckptman.errors import CkptmanError, NotFoundError
 from ckptman.policies.restore_choice import choose
 from ckptman.storage.format.foreign import ForeignCheckpoint, foreign_in
@@ -33,12 +32,14 @@ if TYPE_CHECKING:
 SIZES_SHOWN = 4
 DROPPED = ("mesh", "ranks", "verified", "metrics")
 """Columns that a narrow terminal has no room for."""
-Roots = Annotated[
-    list[str], path_argument("ROOT", "The folder that holds checkpoints, or s3://bucket/prefix. May be several.")
-]
 
 
-def list_checkpoints(root: Roots, as_json: AsJson = False) -> None:
+def list_checkpoints(
+    root: Annotated[
+        list[str], path_argument("ROOT", "The folder that holds checkpoints, or s3://bucket/prefix. May be several.")
+    ],
+    as_json: AsJson = False,
+) -> None:
     """List the checkpoints under ROOT.
 
     Oldest commit first: the last that is complete and finite is what a run restores. Of several roots, a line for each;

@@ -11,7 +11,7 @@ import typer
 
 from ckptman.cli import console
 from ckptman.cli.help import Group, Verb
-from ckptman.cli.options import AsJson, option, path_argument
+from ckptman.cli.options import AsJson, flag, option, path_argument
 from ckptman.cli.select import Root
 from ckptman.errors import CkptmanError, ConfigError
 from ckptman.storage.format import paths
@@ -27,15 +27,6 @@ memory_app = typer.Typer(
     no_args_is_help=True,
 )
 Where = Annotated[str, option("--path", "DIR", "Where the run keeps them: the path of its MemoryTier (/dev/shm).")]
-Nodes = Annotated[
-    int | None,
-    option("--nodes", "N", "How many nodes are left, each of which flushes (SLURM_STEP_NUM_NODES, if that is set)."),
-]
-Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="Give up when nothing came from other nodes for so long.")
-]
-AllDead = Annotated[bool, typer.Option("--all-dead", help="What all runs that are over have left on this node.")]
-OneRoot = Annotated[str | None, path_argument("[ROOT]", "The folder that holds the run's checkpoints on disk.")]
 ALIVE, WAITING, LEFT = "alive", "may go on", "left behind"
 
 
@@ -75,8 +66,16 @@ def list_memory(path: Where = paths.MEMORY_PATH, as_json: AsJson = False) -> Non
 @memory_app.command("flush", cls=Verb)
 def flush_memory(
     root: Root,
-    nodes: Nodes = None,
-    timeout: Timeout = 120.0,
+    nodes: Annotated[
+        int | None,
+        option(
+            "--nodes", "N", "How many nodes are left, each of which flushes (SLURM_STEP_NUM_NODES, if that is set)."
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", metavar="SECONDS", help="Give up when nothing came from other nodes for so long."),
+    ] = 120.0,
     path: Where = paths.MEMORY_PATH,
     as_json: AsJson = False,
 ) -> None:
@@ -113,7 +112,11 @@ def flush_memory(
 
 
 @memory_app.command("clear", cls=Verb)
-def clear_memory(root: OneRoot = None, all_dead: AllDead = False, path: Where = paths.MEMORY_PATH) -> None:
+def clear_memory(
+    root: Annotated[str | None, path_argument("[ROOT]", "The folder that holds the run's checkpoints on disk.")] = None,
+    all_dead: Annotated[bool, flag("--all-dead", "What all runs that are over have left on this node.")] = False,
+    path: Where = paths.MEMORY_PATH,
+) -> None:
     """Remove what a run that is over has in the memory of this node.
 
     Never what a run that is alive has: exit code 2.

@@ -26,6 +26,11 @@ def option(name: str, metavar: str, help: str, panel: str | None = None) -> Any:
     return typer.Option(name, metavar=metavar, show_default=False, help=help, rich_help_panel=panel)
 
 
+def flag(name: str, help: str, short: str | None = None, panel: str | None = None) -> Any:
+    """Return an option without a value."""
+    return typer.Option(*filter(None, (name, short)), help=help, rich_help_panel=panel)
+
+
 def path_argument(metavar: str, help: str) -> Any:
     """Return a positional argument. A path is not checked here: the error of the command says more."""
     return typer.Argument(metavar=metavar, show_default=False, readable=False, help=help)
@@ -33,7 +38,7 @@ def path_argument(metavar: str, help: str) -> Any:
 
 OTHERS = "Options"
 """The panel of what is in no other one."""
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.", rich_help_panel=OTHERS)]
+AsJson = Annotated[bool, flag("--json", "Print JSON, for programs.", panel=OTHERS)]
 MOST_THREADS = 1024
 
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?:([kmgtpe])(i)?)?(b)?\s*", re.IGNORECASE | re.ASCII)
@@ -151,11 +156,7 @@ MaxPercentOption = Annotated[
 ]
 MemoryOption = Annotated[
     bool,
-    typer.Option(
-        "--memory",
-        help="Save to the memory of the nodes, too. So do the options below.",
-        rich_help_panel="Checkpoints in memory",
-    ),
+    flag("--memory", "Save to the memory of the nodes, too. So do the options below.", panel="Checkpoints in memory"),
 ]
 RestartInPlaceOption = Annotated[
     str | None, option("--restart-in-place", "TIME", "From a fault to the first new step inside the same allocation.")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptman.cli import console
+from ckptman.cli.console import ending_cleanly, status_line
 from ckptman.cli.help import Group, Verb
 from ckptman.cli.options import AsJson, option, path_argument
-from ckptman.cli.progress import ending_cleanly, status_line
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError
 from ckptman.forecast.data_rate import Judgement, Need, judge, rate_text
 from ckptman.policies.parameters import check_count, check_positive

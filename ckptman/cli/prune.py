@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console
+from ckptman.cli.console import progress
 from ckptman.cli.list import short_problem
 from ckptman.cli.memory import clear, superseded
 from ckptman.cli.options import (
@@ -30,11 +31,11 @@ from ckptman.cli.options import (
     MaxBytesOption,
     MaxPercentOption,
     check_meant,
+    flag,
     option,
     parse_retention,
     path_argument,
 )
-from ckptman.cli.progress import progress
 from ckptman.cli.select import roots_of
 from ckptman.errors import CkptmanError, ConfigError, RootError
 from ckptman.storage.catalog.root_checks import check_is_root
@@ -46,20 +47,6 @@ if TYPE_CHECKING:
     from ckptman.storage.catalog.prune import Pruned, PrunePlan
 
 MOST_JOBS = 256
-Roots = Annotated[
-    list[str],
-    path_argument("ROOT", "Folders that hold checkpoints, or patterns in quotes such as 'runs/*/checkpoints'."),
-]
-Leftovers = Annotated[
-    bool,
-    typer.Option("--leftovers", help="Delete no checkpoint: only clear what crashes left.", rich_help_panel=OTHERS),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted, and why.")]
-Jobs = Annotated[int, typer.Option("--jobs", metavar="N", help="Delete so many checkpoints at a time.")]
-FilesPerSecond = Annotated[
-    float | None,
-    option("--files-per-second", "N", "Delete no faster, so that the file system has time for who saves."),
-]
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,10 @@ class _Wishes:
 
 
 def prune(
-    roots: Roots,
+    roots: Annotated[
+        list[str],
+        path_argument("ROOT", "Folders that hold checkpoints, or patterns in quotes such as 'runs/*/checkpoints'."),
+    ],
     keep_last: KeepLastOption = None,
     keep_every: KeepEveryOption = None,
     keep_best: KeepBestOption = None,
@@ -87,10 +77,16 @@ def prune(
     keep_steps: KeepStepsOption = None,
     max_bytes: MaxBytesOption = None,
     max_percent: MaxPercentOption = None,
-    leftovers: Leftovers = False,
-    dry_run: DryRun = False,
-    jobs: Jobs = 4,
-    files_per_second: FilesPerSecond = None,
+    leftovers: Annotated[
+        bool,
+        flag("--leftovers", "Delete no checkpoint: only clear what crashes left.", panel=OTHERS),
+    ] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Only say what would be deleted, and why.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", metavar="N", help="Delete so many checkpoints at a time.")] = 4,
+    files_per_second: Annotated[
+        float | None,
+        option("--files-per-second", "N", "Delete no faster, so that the file system has time for who saves."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Delete by plan, and clear leftovers.

@@ -1,20 +1,23 @@
-"""Select the checkpoints a command works on: one folder, those of a root, or those in an object store."""
+"""Select the checkpoints a verb works on: one folder, those of a root, or those in an object store; `ckptman path`."""
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.cli.options import option, path_argument
+from ckptman.cli import console
+from ckptman.cli.options import flag, option, path_argument
 from ckptman.errors import ConfigError, NotFoundError, plain
 from ckptman.storage.catalog.root_checks import check_is_folder
 from ckptman.storage.format.foreign import foreign_in, recognize
-from ckptman.storage.format.paths import check_is_no_checkpoint, is_checkpoint, parse_step
+from ckptman.storage.format.paths import DOT, check_is_no_checkpoint, is_checkpoint, parse_step
 
 if TYPE_CHECKING:
     from ckptman.storage.catalog.backends.backend import Backend
@@ -190,3 +193,105 @@ def choose_objects(url: str, step: int | None, every: bool) -> tuple[Backend, li
     newest = next((entry for entry in reversed(entries) if entry.complete), entries[-1])
     newest = _as_restored(newest, entries, {})
     return place, [*(each for each in entries if not each.complete and each.step > newest.step), newest]
+
+
+def path(
+    root: Root,
+    latest: Annotated[bool, flag("--latest", "The newest one that counts: the default.")] = False,
+    best: Annotated[
+        str | None, option("--best", "METRIC", "The one with the lowest value of a metric, such as loss.")
+    ] = None,
+    step: Annotated[int | None, option("--step", "N", "The one of this step.")] = None,
+    highest: Annotated[bool, flag("--max", "With --best: the one with the highest value.")] = False,
+) -> None:
+    """Print the path of one checkpoint: python eval.py "$(ckptman path ROOT --best loss)".
+
+    Only one that counts: it is complete, not known to be damaged, and no rollback left it behind. Exit code 3: there is
+    none.
+    """
+    from ckptman.run import Run
+
+    if latest + (best is not None) + (step is not None) > 1:
+        raise ConfigError("--latest, --best and --step exclude each other: name one of them")
+    if highest and best is None:
+        raise ConfigError("--max says how --best compares: name the metric, as in --best accuracy --max")
+    run = Run(root)
+    counting = [each for each in run.checkpoints if each.counts]
+    missing = "there is no checkpoint that counts"
+    if best is not None:
+        found = run.best(best, "max" if highest else "min")
+        missing = f"no checkpoint has a finite {plain(best)}" if counting else missing
+    elif step is not None:
+        found = next((each for each in reversed(counting) if each.step == step), None)
+        missing = f"there is no checkpoint of step {step} that counts" if counting else missing
+    else:
+        found = run.latest
+    if found is None:
+        raise NotFoundError(f"{root}: {missing}: ckptman list {root} shows what is there")
+    console.say(str(found.path))
+
+
+MOST_NAMES, MOST_FOLDERS, SHOWN = 5_000, 100, 3
+"""So many names of a folder are looked at, into so many folders in it, and so many are suggested."""
+
+
+def suggestion(arguments: Sequence[str], said: str, *, is_missing: bool = True) -> str:
+    """Return what to add to an error for the first of the arguments that it names; "" where nothing can be said.
+
+    `is_missing`: the error is that something is not there; else that what is there is not what was wanted.
+    """
+    for each in arguments[1:]:  # after the verb
+        written = each.partition("=")[2] if each.startswith("--") else each
+        if (
+            not written
+            or written.isdigit()
+            or not re.search(rf"(?<![\w/.-]){re.escape(plain(written))}(?![\w/-])", said)
+        ):
+            continue
+        try:
+            os.lstat(written)
+        except (FileNotFoundError, NotADirectoryError):
+            found = nearest(Path(written)) if is_missing else []
+        except (OSError, ValueError):
+            continue
+        else:
+            found = roots_near(Path(written))
+        if found:
+            return f". Did you mean {' or '.join(plain(path) for path in found)}?"
+    return ""
+
+
+def nearest(path: Path) -> list[Path]:
+    """Return paths that are there and are written nearly like one that is not."""
+    from difflib import get_close_matches
+
+    there, missing = path, list[str]()
+    while not os.path.isdir(there) or missing == []:  # noqa: PTH112 never raises
+        if there == there.parent:
+            return []
+        missing.insert(0, there.name)
+        there = there.parent
+    similar = [there / name for name in get_close_matches(missing[0], _names(there), SHOWN)]
+    whole = [each.joinpath(*missing[1:]) for each in similar]
+    return [each for each in whole if os.path.lexists(each)] or similar
+
+
+def roots_near(path: Path) -> list[Path]:
+    """Return the roots right below a folder that is not one, or the root that it lies in."""
+    if _is_root(path):
+        return []
+    if _is_root(path.absolute().parent):
+        return [path.parent if path.name else Path("..")]
+    return [path / name for name in _names(path)[:MOST_FOLDERS] if _is_root(path / name)][:SHOWN]
+
+
+def _is_root(folder: Path) -> bool:
+    return any(name == DOT or parse_step(name) is not None for name in _names(folder))
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as found:
+            return sorted(each.name for each in islice(found, MOST_NAMES))
+    except OSError:  # a file, or not for us to see
+        return []

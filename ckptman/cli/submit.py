@@ -12,89 +12,83 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptman.cli.console import plain, remark, say
-from ckptman.cli.options import option, parse_seconds
+from ckptman.cli.options import flag, option, parse_seconds
 from ckptman.errors import ConfigError, SchedulerError
 
 if TYPE_CHECKING:
     from ckptman.jobs.slurm.submission import PreparedChain
     from ckptman.policies.resubmit import Reaction
 
-Command = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SCRIPT [ARGUMENTS]",
-        show_default=False,
-        help="A batch script as for sbatch, and its arguments. With --scheduler local: -- COMMAND.",
-    ),
-]
-SchedulerName = Annotated[
-    str, typer.Option("--scheduler", metavar="NAME", help="slurm: as jobs. local: here, one attempt after another.")
-]
-MaxAttempts = Annotated[int | None, option("--max-attempts", "N", "End after N attempts.")]
-CrashLimit = Annotated[
-    int, typer.Option("--crash-limit", metavar="N", help="End after N crashes in a row with no new checkpoint.")
-]
-StallLimit = Annotated[
-    int, typer.Option("--stall-limit", metavar="N", help="End after N attempts of any kind with no new checkpoint.")
-]
-ChainDir = Annotated[
-    Path | None, option("--chain-dir", "DIR", "The folder of the chain (default: a new folder under ./ckptman-chains).")
-]
-MaxWalltime = Annotated[str | None, option("--max-walltime", "TIME", "End when the attempts took 36h or 10d.")]
-Until = Annotated[str | None, option("--until", "DATE", "Begin no attempt after it: 2026-12-24T18:00.")]
-Requeue = Annotated[
-    bool, typer.Option("--requeue", help="Requeue the same job, where sbatch is forbidden on compute nodes.")
-]
-Upfront = Annotated[int | None, option("--upfront", "N", "Put N jobs into the queue at once.")]
-ExitZero = Annotated[
-    bool, typer.Option("--exit-zero", help="Exit with 0 after an attempt that saved and stopped: no mail of a failure.")
-]
-Sbatch = Annotated[list[str] | None, option("--sbatch", "OPTION", "An option for sbatch, such as --nodes=4.")]
-First = Annotated[list[str] | None, option("--first", "ARGUMENT", "For the script until a checkpoint is there.")]
-Progress = Annotated[
-    list[str] | None,
-    option(
-        "--progress", "PATH", "Checkpoints of a program that does not save with ckptman: a DIR, a FILE or a 'GLOB'."
-    ),
-]
-Done = Annotated[
-    str | None,
-    option(
-        "--done", "WHAT", "A FILE, 'GLOB' or 'COMMAND ...' that tells that the run is finished (default: exit code 0)."
-    ),
-]
-On = Annotated[
-    list[str] | None,
-    option("--on", "CAUSE=REACTION", "Of a crash: again, elsewhere, wait, count or hold, as in oom=again. Or @FILE."),
-]
-Notify = Annotated[
-    str | None,
-    option("--notify", "'COMMAND ...'", "A command that gets a note on each crash, bad node and stop, and on the end."),
-]
-Another = Annotated[bool, typer.Option("--another", help="Even if a chain of the same script goes on already.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be submitted, and leave no trace.")]
-
 
 def submit(
-    command: Command,
-    scheduler: SchedulerName = "slurm",
-    max_attempts: MaxAttempts = None,
-    max_walltime: MaxWalltime = None,
-    until: Until = None,
-    crash_limit: CrashLimit = 3,
-    stall_limit: StallLimit = 10,
-    requeue: Requeue = False,
-    upfront: Upfront = None,
-    first: First = None,
-    progress: Progress = None,
-    done: Done = None,
-    on: On = None,
-    notify: Notify = None,
-    sbatch: Sbatch = None,
-    exit_zero: ExitZero = False,
-    chain_dir: ChainDir = None,
-    another: Another = False,
-    dry_run: DryRun = False,
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT [ARGUMENTS]",
+            show_default=False,
+            help="A batch script as for sbatch, and its arguments. With --scheduler local: -- COMMAND.",
+        ),
+    ],
+    scheduler: Annotated[
+        str, typer.Option("--scheduler", metavar="NAME", help="slurm: as jobs. local: here, one attempt after another.")
+    ] = "slurm",
+    max_attempts: Annotated[int | None, option("--max-attempts", "N", "End after N attempts.")] = None,
+    max_walltime: Annotated[
+        str | None, option("--max-walltime", "TIME", "End when the attempts took 36h or 10d.")
+    ] = None,
+    until: Annotated[str | None, option("--until", "DATE", "Begin no attempt after it: 2026-12-24T18:00.")] = None,
+    crash_limit: Annotated[
+        int, typer.Option("--crash-limit", metavar="N", help="End after N crashes in a row with no new checkpoint.")
+    ] = 3,
+    stall_limit: Annotated[
+        int, typer.Option("--stall-limit", metavar="N", help="End after N attempts of any kind with no new checkpoint.")
+    ] = 10,
+    requeue: Annotated[
+        bool, flag("--requeue", "Requeue the same job, where sbatch is forbidden on compute nodes.")
+    ] = False,
+    upfront: Annotated[int | None, option("--upfront", "N", "Put N jobs into the queue at once.")] = None,
+    first: Annotated[
+        list[str] | None, option("--first", "ARGUMENT", "For the script until a checkpoint is there.")
+    ] = None,
+    progress: Annotated[
+        list[str] | None,
+        option(
+            "--progress", "PATH", "Checkpoints of a program that does not save with ckptman: a DIR, a FILE or a 'GLOB'."
+        ),
+    ] = None,
+    done: Annotated[
+        str | None,
+        option(
+            "--done",
+            "WHAT",
+            "A FILE, 'GLOB' or 'COMMAND ...' that tells that the run is finished (default: exit code 0).",
+        ),
+    ] = None,
+    on: Annotated[
+        list[str] | None,
+        option(
+            "--on", "CAUSE=REACTION", "Of a crash: again, elsewhere, wait, count or hold, as in oom=again. Or @FILE."
+        ),
+    ] = None,
+    notify: Annotated[
+        str | None,
+        option(
+            "--notify", "'COMMAND ...'", "A command that gets a note on each crash, bad node and stop, and on the end."
+        ),
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None, option("--sbatch", "OPTION", "An option for sbatch, such as --nodes=4.")
+    ] = None,
+    exit_zero: Annotated[
+        bool,
+        flag("--exit-zero", "Exit with 0 after an attempt that saved and stopped: no mail of a failure."),
+    ] = False,
+    chain_dir: Annotated[
+        Path | None,
+        option("--chain-dir", "DIR", "The folder of the chain (default: a new folder under ./ckptman-chains)."),
+    ] = None,
+    another: Annotated[bool, flag("--another", "Even if a chain of the same script goes on already.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Say what would be submitted, and leave no trace.")] = False,
 ) -> None:
     """Run a batch script again and again until its training is finished.
 

@@ -9,34 +9,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console
-from ckptman.cli.options import option, path_argument
+from ckptman.cli.options import flag, option, path_argument
 from ckptman.errors import ConfigError, ExistsError, NotFoundError
 
 if TYPE_CHECKING:
     from ckptman.jobs.slurm.template_keys import Template
 
-Name = Annotated[str | None, path_argument("[NAME]", "The template: see --list.")]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", show_default=False, help="Write it to a file, not to the screen."),
-]
-Set = Annotated[list[str] | None, option("--set", "KEY=VALUE", "A value, such as nodes=4. May be given several times.")]
-Values = Annotated[Path | None, option("--config", "FILE", "Values from a TOML file; --set goes before it.")]
-List = Annotated[bool, typer.Option("--list", help="List the templates; with NAME, its keys and what they are.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]
-AsJson = Annotated[bool, typer.Option("--json", help="With --list: print JSON, for programs.")]
 NARROW = 100
 """Columns of a terminal below which the default of a key stands behind what it is."""
 
 
 def template(
-    name: Name = None,
-    output: Output = None,
-    settings: Set = None,
-    config: Values = None,
-    listing: List = False,
-    force: Force = False,
-    as_json: AsJson = False,
+    name: Annotated[str | None, path_argument("[NAME]", "The template: see --list.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", show_default=False, help="Write it to a file, not to the screen."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, option("--set", "KEY=VALUE", "A value, such as nodes=4. May be given several times.")
+    ] = None,
+    config: Annotated[Path | None, option("--config", "FILE", "Values from a TOML file; --set goes before it.")] = None,
+    listing: Annotated[bool, flag("--list", "List the templates; with NAME, its keys and what they are.")] = False,
+    force: Annotated[bool, flag("--force", "Overwrite FILE.")] = False,
+    as_json: Annotated[bool, flag("--json", "With --list: print JSON, for programs.")] = False,
 ) -> None:
     """Make a batch script for Slurm from a template, for ckptman submit or sbatch."""
     from ckptman.jobs.slurm.template_keys import TEMPLATES, find_template

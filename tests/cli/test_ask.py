@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ckptman.checkpointer import Checkpointer
-from ckptman.cli import ask
+from ckptman.cli.status import _answer
 from ckptman.errors import CkptmanError
 from ckptman.jobs.chain_record import Chain, Spec
 from ckptman.storage.catalog import liveness
@@ -72,7 +72,7 @@ def test_a_run_that_is_killed_before_it_answers(run, monkeypatch, is_here):
     world.kill(0)
     world.join()
     with pytest.raises(CkptmanError, match="ended before it carried out"):
-        ask._answer(root, "0a1b2c3d", owner, 240.0)
+        _answer(root, "0a1b2c3d", owner, 240.0)
 
 
 def test_somebody_without_rights(run):

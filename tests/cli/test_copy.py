@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.cli import progress
+from ckptman.cli import console
 from ckptman.cli.app import main
-from ckptman.cli.progress import left_text
+from ckptman.cli.console import left_text
 from ckptman.forecast.transfer_time import Remaining
 from ckptman.storage.catalog.backends import source as copysource
 from ckptman.storage.catalog.backends.local import LocalBackend
@@ -163,9 +163,9 @@ def test_a_terminal_gets_a_bar_for_each_phase(root, monkeypatch, capsys):
         return seen[-1]
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(progress, "left_text", left)
+    monkeypatch.setattr(console, "left_text", left)
     monkeypatch.setenv("TERM", "xterm")
-    with progress.copy_progress("step\x1b 7") as meter:
+    with console.copy_progress("step\x1b 7") as meter:
         assert isinstance(meter, Meter)
         meter.begin("copying", 100, 2)
         meter.moved(50, 1.0)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ckptman.cli.progress import ending_cleanly
+from ckptman.cli.console import ending_cleanly
 
 
 class Finalized:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from ckptman.cli import removed
+from ckptman.cli import help
 from ckptman.cli.app import main
 
 
 @pytest.mark.parametrize("given", [["--old"], ["--old=3"], ["--old", "3"]])
 def test_a_removed_option_names_its_replacement(monkeypatch, capsys, given):
-    monkeypatch.setitem(removed.REMOVED, ("list", "--old"), "use --new")
+    monkeypatch.setitem(help.REMOVED, ("list", "--old"), "use --new")
     assert main(["list", "/nowhere", *given]) == 2
     assert "--old was removed: use --new" in capsys.readouterr().err
 
@@ -19,7 +19,7 @@ def test_an_option_that_never_was_is_unknown(capsys):
 
 
 def test_no_verb_has_an_option_that_was_removed():
-    for verb, option in removed.REMOVED:
+    for verb, option in help.REMOVED:
         assert "was removed" in _said_of(verb, option)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.cli.drain import STUCK_SECONDS
+from ckptman.cli.copy import STUCK_SECONDS
 from ckptman.errors import ConfigError, CorruptError, IntervalError, NotFoundError, RootError
 from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, Record, RetentionPolicy
 from ckptman.policies.tiers import Tier, due

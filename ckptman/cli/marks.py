@@ -1,4 +1,4 @@
-"""`ckptman rollback ROOT --to-step N`: go back behind a loss spike. What is newer is abandoned, and stays on disk."""
+"""`ckptman rollback`, `pin` and `unpin`: marks that say which checkpoints count, and which stay."""
 
 from __future__ import annotations
 
@@ -7,28 +7,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ckptman.cli import console
-from ckptman.cli.options import AsJson, option
-from ckptman.cli.select import Root
+from ckptman.cli.options import AsJson, flag, option
+from ckptman.cli.select import PathOrRoot, Root, Step, choose
 from ckptman.errors import ConfigError, plain
 
 if TYPE_CHECKING:
     from ckptman.storage.catalog.rollback import Change
 
-ToStep = Annotated[int | None, option("--to-step", "N", "The checkpoint to go on from.")]
-Why = Annotated[str, option("--why", "TEXT", "The reason, for those who look.")]
-Undo = Annotated[bool, typer.Option("--undo", help="Take back the last rollback instead.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be abandoned.")]
-
 
 def rollback(
     root: Root,
-    to_step: ToStep = None,
-    why: Why = "",
-    undo: Undo = False,
-    dry_run: DryRun = False,
+    to_step: Annotated[int | None, option("--to-step", "N", "The checkpoint to go on from.")] = None,
+    why: Annotated[str, option("--why", "TEXT", "The reason, for those who look.")] = "",
+    undo: Annotated[bool, flag("--undo", "Take back the last rollback instead.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Only say what would be abandoned.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Go back to an earlier checkpoint.
@@ -95,3 +88,27 @@ def _lines(change: Change, dry_run: bool, now: float) -> list[str]:
         newest = f"step {change.target.step} is then the newest, and not finite ({console.plain(nonfinite_reason)})"
         told = f"{goes} on from the newest finite one, if there is any: {newest}."
     return [*lines, "", told]
+
+
+def pin(
+    path: PathOrRoot, why: Annotated[str, option("--why", "TEXT", "Why it is to stay. Required.")], step: Step = None
+) -> None:
+    """Keep a checkpoint, whatever the rules of a prune say.
+
+    PATH is one checkpoint, or a root: then it is that of --step, or the newest finite one. The pin is a file beside the
+    manifest, and goes with every copy of the checkpoint. Pinned again, it gets the new reason.
+    """
+    from ckptman.tools import manage
+
+    (entry,) = choose(path, step)
+    manage.pin(entry.path, why)
+    console.say(f"Pinned step {entry.step}: {console.plain(why.strip())}")
+
+
+def unpin(path: PathOrRoot, step: Step = None) -> None:
+    """Let the rules of a prune decide about a checkpoint again."""
+    from ckptman.tools import manage
+
+    (entry,) = choose(path, step)
+    was = manage.unpin(entry.path)
+    console.say(f"Step {entry.step} is no longer pinned." if was else f"Step {entry.step} was not pinned.")
