@@ -14,9 +14,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from ckptman._tracebacks import TRACEBACK_ENV
-from ckptman.cli.console import complain, exit_code, message, plain, say, stop_writing
+from ckptman.cli.console import complain, exit_code, message, say, stop_writing
 from ckptman.cli.help import Group, Verb, help_width
-from ckptman.errors import CkptmanError, ConfigError, NotFoundError
+from ckptman.errors import CkptmanError, ConfigError, NotFoundError, plain
 
 _COMPLETION_WORDS = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
 EXIT_BUG = 70

@@ -66,13 +66,13 @@ def list_chains(
         )
         return
     if not chains:
-        console.say(f"no chain was submitted from {console.plain(folder.resolve())}")
+        console.say(f"no chain was submitted from {folder.resolve()}")
         return
     now = time.time()
     rows = [
         (
             chain.folder.name,
-            console.plain(" ".join((Path(spec.script).name, *spec.arguments)))[:MOST_COMMAND],
+            " ".join((Path(spec.script).name, *spec.arguments))[:MOST_COMMAND],
             str(len(attempts)),
             _step(chain.ends()),
             console.age(now - spec.created_seconds),
@@ -201,7 +201,7 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
     from ckptman.jobs.chain_record import is_gone
 
     now = time.time()
-    console.say(f"{console.plain(chain.folder.name)}: {_painted(seen.state.state)}, {headline(chain, seen)}")
+    console.say(f"{chain.folder.name}: {_painted(seen.state.state)}, {headline(chain, seen)}")
     if seen.attempts:
         headers = ("attempt", "job", "nodes", "began", "took", "step", "ending")
         running = {job.id for _, job in seen.running}
@@ -213,12 +213,12 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
         right, drop = "attempt began took step", ("nodes", "took", "job")
         console.say(*console.table(headers, rows, right, drop=drop, width=console.page_width()))
     for _, job in seen.live:
-        console.say(f"job {job.id}: {job.state.lower()}{console.plain(why_it_waits(seen, job))}")
+        console.say(f"job {job.id}: {job.state.lower()}{why_it_waits(seen, job)}")
     if (spec := chain.spec).scheduler == "local":
         if is_gone(spec, seen.state):
             console.say(f"process {spec.pid}, which ran it, is gone: submit the command again to go on")
         elif seen.state.state == "active":
-            console.say(f"process {spec.pid} on {console.plain(spec.host)} runs it")
+            console.say(f"process {spec.pid} on {spec.host} runs it")
     elif not seen.is_known:
         console.say("Slurm does not answer: what is in the queue is unknown")
     if seen.state.state == "stopped" and seen.attempts and seen.attempts[-1].log:
@@ -228,7 +228,7 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
 def headline(chain: Chain, seen: ChainStatus) -> str:
     """Return why a chain is in its state, or what an active one is doing."""
     if seen.state.state != "active" or chain.spec.scheduler == "local":
-        return console.plain(seen.state.reason) or "running"
+        return seen.state.reason or "running"
     if not seen.is_known or seen.running:
         return "running"
     if seen.waiting:
@@ -271,11 +271,11 @@ def _row(attempt: AttemptRecord, end: EndRecord | None, now: float, *, is_over: 
     return (
         str(attempt.number),
         attempt.job_id or "-",
-        console.plain(attempt.nodes) or "-",
+        attempt.nodes or "-",
         f"{console.age(now - attempt.begun_seconds)} ago",
         console.age(took),
         str(end.step) if end and end.step else "-",  # one that was killed did not say
-        console.plain(ending),
+        ending,
     )
 
 
@@ -292,8 +292,8 @@ def _show_log(attempt: AttemptRecord) -> None:
             lines = log.read().decode(errors="replace").splitlines()[-LINES_SHOWN:]
     except (OSError, CkptmanError) as error:
         lines = [f"it cannot be read here: {error}"]
-    title = f"log of attempt {attempt.number}: {console.plain(attempt.log)}"
-    console.say("", title, *(f"  {console.plain(line)}" for line in lines))
+    title = f"log of attempt {attempt.number}: {attempt.log}"
+    console.say("", title, *(f"  {line}" for line in lines))
 
 
 def _painted(state: str) -> str:
@@ -320,7 +320,7 @@ def explain(chain: Chain, seen: ChainStatus, number: int | None, as_json: bool) 
         console.say_json({"chain": str(chain.folder), "state": seen.state.state, **facts, "next": what_next})
         return
     attempt = next((each for each in seen.attempts if each.number == end.number), None)
-    console.say(f"{console.plain(chain.folder.name)}: {seen.state.state}", _head(attempt, end))
+    console.say(f"{chain.folder.name}: {seen.state.state}", _head(attempt, end))
     why = end.reason
     if not end.cause and end.returncode == EXIT_AGAIN and end.ending == "stopped":
         why = "the program exited with 75, which means: saved, run me again"
@@ -340,14 +340,14 @@ def explain(chain: Chain, seen: ChainStatus, number: int | None, as_json: bool) 
     rows.append(("next", what_next))
     if seen.state.state == "active" and (remedy := _remedy(chain, end)):
         rows.append(("you can", remedy))
-    console.say(*(f"  {title:<10}{console.plain(text)}" for title, text in rows))
+    console.say(*(f"  {title:<10}{text}" for title, text in rows))
 
 
 def _head(attempt: AttemptRecord | None, end: EndRecord) -> str:
     """Say which attempt ended, where, after how long, and what it left."""
     where = took = ""
     if attempt is not None:
-        where = f" (job {attempt.job_id} on {console.plain(attempt.nodes)})" if attempt.job_id else ""
+        where = f" (job {attempt.job_id} on {attempt.nodes})" if attempt.job_id else ""
         took = f" after {console.age(max(0.0, (end.seen_seconds or end.ended_seconds) - attempt.begun_seconds))}"
     left = {True: "it left a new checkpoint", False: "it left no new checkpoint", None: ""}[end.committed]
     step = f"step {end.step:,}" if end.step else ""

@@ -11,8 +11,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-import typer
-
 from ckptman.cli import console
 from ckptman.errors import ConfigError, NotFoundError
 from ckptman.jobs.chain_record import is_gone
@@ -92,7 +90,7 @@ def _follow(chain: Chain, log: _Log, lines: int | None) -> None:
             quiet_since = time.monotonic() if found else quiet_since
         elif not said:
             said = True
-            typer.echo(f"{console.plain(log.attempt.log)} is not there yet", err=True)
+            console.remark(f"{log.attempt.log} is not there yet")
         if over or (ended and time.monotonic() - quiet_since > QUIET_SECONDS):
             _say(log.rest())
             return
@@ -200,12 +198,12 @@ class _Log:
 def _text(line: bytes) -> str:
     """Return a line as a terminal would show it: of a progress bar the last state, without colours."""
     shown = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
-    return console.plain(_COLOURS.sub("", shown).expandtabs())
+    return _COLOURS.sub("", shown).expandtabs()
 
 
 def _say_title(attempt: AttemptRecord) -> None:
     job = f", job {attempt.job_id}" if attempt.job_id else ""
-    _say([f"==> attempt {attempt.number}{job}: {console.plain(attempt.log)} <=="])
+    _say([f"==> attempt {attempt.number}{job}: {attempt.log} <=="])
 
 
 def _say(lines: Sequence[str]) -> None:

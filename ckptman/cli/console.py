@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptman.errors import CkptmanError, RootError, plain_lines
-from ckptman.errors import plain as plain
+from ckptman.errors import CkptmanError, RootError, plain, plain_lines
 from ckptman.policies.retention_rules import bytes_text, is_known_time
 
 if TYPE_CHECKING:
@@ -30,13 +29,31 @@ if TYPE_CHECKING:
 LEAST_LAST_COLUMN = 24
 """Columns that the last column of a table is folded to at least."""
 size = bytes_text
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COLOURS = {"red": 31, "green": 32, "yellow": 33}
+_INK = os.urandom(4).hex()
+"""Marks the colours of `paint`, so that text from a checkpoint brings none of its own."""
+_PAINT = re.compile(rf"(\x1b{_INK}\[[0-9;]*m)")
 
 
 def say(*lines: str) -> None:
-    """Print lines to standard output. Ends the program quietly when nobody reads it any more (`| head`)."""
+    """Print lines to standard output, as `printed` returns them."""
+    write("\n".join(map(printed, lines)))
+
+
+def printed(line: str) -> str:
+    """Return a line as a terminal gets it: painted, and each unsafe character of its text an escape."""
+    return _safe(line).replace(_INK, "")
+
+
+def _safe(text: object) -> str:
+    """Return text with each unsafe character as an escape; what `paint` added stays."""
+    return "".join(part if place % 2 else plain(part) for place, part in enumerate(_PAINT.split(str(text))))
+
+
+def write(text: str) -> None:
+    """Print text as it is. Ends the program quietly when nobody reads it any more (`| head`)."""
     try:
-        typer.echo("\n".join(lines))
+        typer.echo(text)
     except BrokenPipeError:
         raise typer.Exit(stop_writing()) from None
 
@@ -44,12 +61,13 @@ def say(*lines: str) -> None:
 def say_json(data: object) -> None:
     """Print strict JSON: dataclasses as objects, paths as strings, and numbers that JSON has no name for as "NaN",
     "Infinity" and "-Infinity"."""
-    say(json.dumps(_strict(data), indent=1))
+    write(json.dumps(_strict(data), indent=1))
 
 
 def complain(message: str) -> None:
     """Print an error message to standard error: the only one of a command that fails."""
-    typer.echo(f"{paint('Error:', 'red', sys.stderr)} {plain_lines(message)}", err=True)
+    title = paint("Error:", "red", sys.stderr)
+    typer.echo(f"{printed(title)} {plain_lines(message)}", err=True)
 
 
 def remark(text: str) -> None:
@@ -80,12 +98,12 @@ def stop_writing() -> int:
     return 128 + signal.SIGPIPE
 
 
-def paint(text: str, colour: str, stream: Any = None) -> str:
+def paint(text: str, colour: str | None, stream: Any = None) -> str:
     """Colour text if the output is a terminal and NO_COLOR (https://no-color.org) is not set."""
     stream = stream or sys.stdout
-    if not stream.isatty() or os.environ.get("NO_COLOR"):
+    if colour is None or not stream.isatty() or os.environ.get("NO_COLOR"):
         return text
-    return typer.style(text, fg=colour, bold=True)
+    return f"\x1b{_INK}[1;{_COLOURS[colour]}m{text}\x1b{_INK}[0m"
 
 
 def terminal_width() -> int | None:
@@ -114,7 +132,7 @@ def table(
     column is folded; and if that is not enough, the widest column gets a line of its own above each row. What goes
     elsewhere than to a terminal stays whole.
     """
-    cells = [list(headers)] * bool(headers) + [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    cells = [list(headers)] * bool(headers) + [["-" if cell is None else _safe(cell) for cell in row] for row in rows]
     room = terminal_width() if width is None else width
     if not cells:
         return []
@@ -151,7 +169,7 @@ def table(
 
 
 def _length(cell: str) -> int:
-    return len(_COLOUR.sub("", cell))
+    return len(_PAINT.sub("", cell))
 
 
 def _fold(cell: str, width: int | None) -> list[str]:
@@ -183,14 +201,14 @@ def count(number: int, noun: str, plural: str = "") -> str:
 
 def metrics(values: Mapping[str, float]) -> str:
     """Format metrics to four digits: `loss=0.31 accuracy=0.5`."""
-    return " ".join(f"{plain(name)}={value:.4g}" for name, value in values.items())
+    return " ".join(f"{name}={value:.4g}" for name, value in values.items())
 
 
 def mesh(value: Mesh | None) -> str:
     """Format a mesh, outermost axis first: `replicate 2 x shard 4`; `-` if unknown."""
     if value is None:
         return "-"
-    return " x ".join(f"{plain(name)} {length}" for name, length in zip(value.names, value.shape))
+    return " x ".join(f"{name} {length}" for name, length in zip(value.names, value.shape))
 
 
 def _strict(data: Any) -> Any:

@@ -190,11 +190,11 @@ class _Job:
 
     def _fail(self, entry: Entry, error: CkptmanError) -> None:
         self.failures[entry.step] = error
-        self._say([f"step {entry.step}: {console.paint('not copied', 'red')}: {console.message(error)}"])
+        self._say(f"step {entry.step}: {console.paint('not copied', 'red')}: {console.message(error)}".split("\n"))
 
     def _reject(self, entry: Entry, why: str) -> None:
         self.passed_over.append((entry, why))
-        self._say([f"step {entry.step}: not copied: {console.plain(why)}"])
+        self._say([f"step {entry.step}: not copied: {why}"])
 
     def _say(self, lines: list[str]) -> None:
         if not self._as_json:
@@ -202,7 +202,7 @@ class _Job:
 
     def _summary(self) -> str:
         new = [each for each in self.copied if not each.already]
-        where = console.plain(self._destination)
+        where = self._destination
         there = console.count(len(self.copied) - len(new), "checkpoint")
         if not self.copied:
             return "Nothing was copied."
@@ -214,7 +214,7 @@ class _Job:
 
 def copied_lines(copied: Copied) -> list[str]:
     """What became of one checkpoint, in words."""
-    name = f"step {copied.step}" if copied.step is not None else console.plain(copied.source)
+    name = f"step {copied.step}" if copied.step is not None else copied.source
     what = f"{console.size(copied.bytes)} in {console.count(copied.files, 'file')}"
     if copied.already:
         lines = [f"{name}: there already, {what}, every byte verified"]
@@ -227,8 +227,8 @@ def copied_lines(copied: Copied) -> list[str]:
         kept = console.size(copied.bytes - copied.written_bytes)
         lines.append(f"  {kept} of it were there already")
     if copied.from_memory:
-        lines.append(f"  not proved: that it is on storage, for {console.plain(copied.from_memory)}")
-    return lines + [f"  {console.plain(remark)}" for remark in copied.remarks]
+        lines.append(f"  not proved: that it is on storage, for {copied.from_memory}")
+    return lines + [f"  {remark}" for remark in copied.remarks]
 
 
 def _pace(count: int, seconds: float) -> str:
@@ -354,22 +354,22 @@ def _tell_plan(root: Path, plan: DrainPlan, as_json: bool) -> None:
     rows = []
     for task in plan.tasks:
         size = console.size(task.entry.require_manifest().total_bytes)
-        rows.append(("copy", f"step {task.entry.step}", size, console.plain(task.tier), console.plain(task.reason)))
+        rows.append(("copy", f"step {task.entry.step}", size, task.tier, task.reason))
     if rows:
         console.say(*console.table(("action", "what", "size", "to", "why"), rows, right="size"), "")
     console.say(f"Would copy {console.count(len(rows), 'checkpoint')}. Nothing was copied (--dry-run).")
 
 
 def _lines(drained: Drained) -> list[str]:
-    tier = console.plain(drained.task.tier)
+    tier = drained.task.tier
     if drained.copied is not None:
         first, *more = copied_lines(drained.copied)
-        return [f"{tier}: {first} ({console.plain(drained.task.reason)})", *more]
+        return [f"{tier}: {first} ({drained.task.reason})", *more]
     why = "another process is at work there"
     if not drained.busy:
         error = "" if drained.error is None else console.message(drained.error)
         why = f"{console.paint('trouble', 'red')}: {error}"
-    return [f"{tier}: step {drained.task.entry.step}: {why}"]
+    return f"{tier}: step {drained.task.entry.step}: {why}".split("\n")
 
 
 def _summary(done: list[Drained], tiers: tuple[Tier, ...]) -> str:

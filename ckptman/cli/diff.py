@@ -178,9 +178,9 @@ def _lines(before: Side, after: Side, found: Diff, top: int | None) -> list[str]
 def _side_line(name: str, side: Side) -> str:
     known = side.manifest
     if known is None:
-        return f"{name}: {console.plain(side.path)}, written by plain DCP"
+        return f"{name}: {side.path}, written by plain DCP"
     metrics = f", {console.metrics(known.metrics)}" if known.metrics else ""
-    return f"{name}: step {known.step}, {console.plain(side.path)}, {console.count(known.world_size, 'rank')}{metrics}"
+    return f"{name}: step {known.step}, {side.path}, {console.count(known.world_size, 'rank')}{metrics}"
 
 
 def _group_table(found: Diff) -> list[str]:
@@ -191,7 +191,7 @@ def _group_table(found: Diff) -> list[str]:
     for name, group in sorted(found.groups.items()):
         counts = [group.tensors.total(), *(group.tensors[kind] for kind in kinds)]
         counts += [group.values.total(), group.values.total() - group.values["same"]]
-        rows.append((console.plain(name), *(f"{count:,}" if count else "-" for count in counts)))
+        rows.append((name, *(f"{count:,}" if count else "-" for count in counts)))
     return console.table(headers, rows, indent=2)
 
 
@@ -211,12 +211,12 @@ def _tensor_row(tensor: TensorDiff) -> tuple[str, ...]:
         if found.unmeasured:
             remarks.append(f"{found.unmeasured:,} not finite")
     if tensor.note:
-        remarks.append(f"only its bytes were compared: {_cut(console.plain(tensor.note), NOTE_WIDTH)}")
+        remarks.append(f"only its bytes were compared: {_cut(tensor.note, NOTE_WIDTH)}")
     return (
-        console.plain(tensor.name),
+        tensor.name,
         WORDS.get(tensor.kind, tensor.kind),
         " -> ".join(dict.fromkeys(str(list(form.shape)) for form in forms)),
-        console.plain(" -> ".join(dict.fromkeys(form.dtype for form in forms))),
+        " -> ".join(dict.fromkeys(form.dtype for form in forms)),
         relative,
         largest,
         changed,
@@ -226,12 +226,12 @@ def _tensor_row(tensor: TensorDiff) -> tuple[str, ...]:
 
 def _value_row(value: ValueDiff) -> tuple[str, ...]:
     """Show both values, both cut from a little before the place where they differ."""
-    before, after = console.plain(repr(value.before)), console.plain(repr(value.after))
+    before, after = repr(value.before), repr(value.after)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after)))
     if max(len(before), len(after)) > VALUE_WIDTH < shared + VALUE_WIDTH // 2:
         start = max(shared - VALUE_WIDTH // 3, 0)
         before, after = (f"...{each[start:]}" if start else each for each in (before, after))
-    return console.plain(value.name), _cut(before, VALUE_WIDTH), _cut(after, VALUE_WIDTH)
+    return value.name, _cut(before, VALUE_WIDTH), _cut(after, VALUE_WIDTH)
 
 
 def _cut(written: str, width: int) -> str:

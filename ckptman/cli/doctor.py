@@ -100,7 +100,7 @@ def doctor(
             (
                 each.name,
                 console.paint(each.verdict, _COLOURS[each.verdict]) if each.verdict in _COLOURS else each.verdict,
-                console.plain(f"{each.value}; {each.advice}" if each.advice else each.value),
+                f"{each.value}; {each.advice}" if each.advice else each.value,
             )
             for each in findings
         ]

@@ -91,7 +91,7 @@ def list_checkpoints(
     if listing.others:
         console.say("", *_foreign_lines(listing.others))
     if not entries and not listing.others and (near := roots_near(Path(listing.where))):
-        console.say(f"Did you mean {' or '.join(map(console.plain, near))}?")
+        console.say(f"Did you mean {' or '.join(map(str, near))}?")
 
 
 @dataclass
@@ -170,13 +170,13 @@ def _list_many(roots: Sequence[str | Path], as_json: bool) -> None:
     """List several roots, one per line. Ends with the exit code of the first that could not be read."""
     now, rows, described, failed = time.time(), list[Sequence[object]](), list[dict[str, Any]](), list[Exception]()
     for root in roots:
-        name = console.plain(root)
+        name = root
         try:
             listing = _look(root)
         except (CkptmanError, OSError) as error:
             failed.append(error)
             why = console.message(error)
-            rows.append((name, None, None, None, None, console.paint(console.plain(why), "red")))
+            rows.append((name, None, None, None, None, console.paint(why, "red")))
             described.append({"root": root, "error": why, "exit_code": console.exit_code(error)})
             continue
         described.append(_as_dict(listing))
@@ -228,7 +228,7 @@ def _foreign_lines(others: Sequence[ForeignCheckpoint]) -> list[str]:
         is_there = facts["bytes"] is not None
         size = console.size(facts["bytes"]) if is_there else None
         age = console.age_of(facts["time_seconds"], now) if is_there else None
-        rows.append((found.step, age, size, console.plain(found.path.name), f"{found.writer}, no digests"))
+        rows.append((found.step, age, size, found.path.name, f"{found.writer}, no digests"))
     number = console.count(len(others), "checkpoint")
     text = f"{number} of other programs, which no restore takes from here and no prune deletes."
     if any(each.is_dcp for each in others):
@@ -275,18 +275,18 @@ def short_problem(entry: Entry, problem: str) -> str:
 
 def _state(entry: Entry, note: Verified | None) -> str:
     if note is not None and note.damaged:
-        return console.paint(f"damaged: {console.plain(short_problem(entry, note.damaged))}", "red")
+        return console.paint(f"damaged: {short_problem(entry, note.damaged)}", "red")
     if entry.problem is None:
-        state = f"abandoned {console.plain(entry.abandoned)}" if entry.abandoned else "complete"
+        state = f"abandoned {entry.abandoned}" if entry.abandoned else "complete"
         if entry.nonfinite:
-            state += console.paint(f", not finite: {console.plain(entry.nonfinite)}", "yellow")
-        return f"{state}, pinned: {console.plain(entry.pinned)}" if entry.pinned else state
-    return console.paint(f"does not count: {console.plain(short_problem(entry, entry.problem))}", "red")
+            state += console.paint(f", not finite: {entry.nonfinite}", "yellow")
+        return f"{state}, pinned: {entry.pinned}" if entry.pinned else state
+    return console.paint(f"does not count: {short_problem(entry, entry.problem)}", "red")
 
 
 def _summary(listing: _Listing) -> str:
     complete, left = listing.good, listing.abandoned
-    sentences = [f"{console.plain(listing.where)}: no complete checkpoint."]
+    sentences = [f"{listing.where}: no complete checkpoint."]
     if complete:
         total = console.size(sum(entry.require_manifest().total_bytes for entry in complete))
         number = console.count(len(complete), "complete checkpoint")

@@ -85,7 +85,7 @@ def _lines(change: Change, dry_run: bool, now: float) -> list[str]:
     goes = "Nothing was changed (--dry-run): the next restore would go" if dry_run else "The next restore goes"
     told = f"{goes} on from step {change.target.step}."
     if nonfinite_reason := change.target.nonfinite_reason:
-        newest = f"step {change.target.step} is then the newest, and not finite ({console.plain(nonfinite_reason)})"
+        newest = f"step {change.target.step} is then the newest, and not finite ({nonfinite_reason})"
         told = f"{goes} on from the newest finite one, if there is any: {newest}."
     return [*lines, "", told]
 
@@ -102,7 +102,7 @@ def pin(
 
     (entry,) = choose(path, step)
     manage.pin(entry.path, why)
-    console.say(f"Pinned step {entry.step}: {console.plain(why.strip())}")
+    console.say(f"Pinned step {entry.step}: {why.strip()}")
 
 
 def unpin(path: PathOrRoot, step: Step = None) -> None:

@@ -48,14 +48,14 @@ def list_memory(path: Where = paths.MEMORY_PATH, as_json: AsJson = False) -> Non
         console.say_json([_as_dict(*each) for each in found])
         return
     if not found:
-        console.say(f"No run of this user has anything in {console.plain(path)}.")
+        console.say(f"No run of this user has anything in {path}.")
         return
     rows = []
     for memory, owner, state in found:
-        whose = (console.plain(owner.root), console.plain(owner.job_id or "-")) if owner is not None else ("?", "-")
+        whose = (owner.root, owner.job_id or "-") if owner is not None else ("?", "-")
         parts = [(str(part.step), parts_text(part)) for part in memory.parts()] or [("-", "-")]
         sizes = [console.size(memory.size_bytes), *[""] * (len(parts) - 1)]
-        rows += [(*each, size, console.plain(memory.node), *whose, state) for each, size in zip(parts, sizes)]
+        rows += [(*each, size, memory.node, *whose, state) for each, size in zip(parts, sizes)]
     console.say(
         *console.table(
             ("step", "parts", "memory", "node", "root", "job", "state"), rows, right="step memory", drop=("job", "node")
@@ -108,7 +108,7 @@ def flush_memory(
     brought = (
         f" This node brought {console.count(done.files, 'file')}, {console.size(done.bytes)}." if done.files else ""
     )
-    console.say(f"{console.plain(root)}: {done.why}.{brought}")
+    console.say(f"{root}: {done.why}.{brought}")
 
 
 @memory_app.command("clear", cls=Verb)

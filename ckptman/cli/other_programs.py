@@ -114,8 +114,8 @@ def export(
         return
     what = f"{console.count(found.tensors, 'tensor')}, {console.size(found.bytes)}"
     console.say(
-        f"{console.plain(folder)} -> {console.plain(out)}: {what} in {console.count(len(found.files), 'file')}",
-        *(f"  {console.plain(remark)}" for remark in found.remarks),
+        f"{folder} -> {out}: {what} in {console.count(len(found.files), 'file')}",
+        *(f"  {remark}" for remark in found.remarks),
     )
 
 
@@ -189,5 +189,5 @@ def _lines(folder: Path, found: Adopted) -> list[str]:
     if found.files:
         checked = f"{console.size(found.checked_bytes)} have a checksum, which is right"
         what = f"{console.count(found.files, 'file')}, {console.size(found.bytes)}, of which {checked}"
-    renamed = f"{console.plain(folder)} -> {console.plain(folder.with_name(found.path.name))}"
-    return [f"{renamed}: step {found.step}; {what}", *(f"  {console.plain(remark)}" for remark in found.remarks)]
+    renamed = f"{folder} -> {folder.with_name(found.path.name)}"
+    return [f"{renamed}: step {found.step}; {what}", *(f"  {remark}" for remark in found.remarks)]

@@ -268,12 +268,12 @@ def plan_of(scenario: Scenario, failures: Figure) -> Plan:
 def lines(made: Plan, explain: bool) -> list[str]:
     """Return the plan for people."""
     scenario = made.scenario
-    lines = [f"{console.plain(scenario.model.title)}, {console.count(scenario.gpus, 'GPU')}", ""]
+    lines = [f"{scenario.model.title}, {console.count(scenario.gpus, 'GPU')}", ""]
     sizes = [(each.name.replace("_", " "), each.text) for each in (*scenario.size.values(), *made.host)]
     lines += console.table(("checkpoint", "size"), sizes, right="size")
     for headers in (_SAVES, _INTERVALS):
         names = [_NAMES.get(each, each) for each in headers[1:]]
-        cells = [(console.plain(tier.name), *(figures[name].text for name in names)) for tier, figures in made.tiers]
+        cells = [(tier.name, *(figures[name].text for name in names)) for tier, figures in made.tiers]
         lines += ["", *console.table(headers, cells, right=_RIGHT, drop=_DROPPED)]
     if scenario.in_memory is not None:
         cells = [(name, *(each.text for each in figures)) for name, figures in made.ways.items()]
@@ -282,7 +282,7 @@ def lines(made: Plan, explain: bool) -> list[str]:
     lines += ["", f"failures: one in {made.failures.text} ({counted})", *_advice(made)]
     for title, figures in _sections(made) if explain else ():
         named = ((each.name.replace("_", " "), each) for each in figures)
-        lines += ["", title, *(f"  {name} = {each.text}: {console.plain(each.formula)}" for name, each in named)]
+        lines += ["", title, *(f"  {name} = {each.text}: {each.formula}" for name, each in named)]
     return lines
 
 
@@ -294,7 +294,7 @@ def _sections(made: Plan) -> Iterator[tuple[str, Iterable[Figure]]]:
     for name, figures in made.ways.items():
         yield f"after a failure: {name}", figures
     for tier, by_name in made.tiers:
-        yield f"tier {console.plain(tier.name)}", by_name.values()
+        yield f"tier {tier.name}", by_name.values()
 
 
 def as_dict(made: Plan, explain: bool) -> dict[str, Any]:
@@ -322,13 +322,13 @@ def _advice(made: Plan) -> Iterator[str]:
     tier, figures = made.best
     if tier.lasts:
         interval = math.ceil(figures["interval"].value)
-        where = f"save to {console.plain(tier.name)}: " if len(made.tiers) > 1 else "save "
+        where = f"save to {tier.name}: " if len(made.tiers) > 1 else "save "
         yield (
             f"{where}every {interval:,} s, EverySeconds({interval}), and ask Slurm for --signal=USR2@"
             f"{figures['warning'].value:.0f}; {figures['goodput'].text} of the time is training that lasts"
         )
     for tier, figures in made.tiers:
-        yield from (f"{console.plain(tier.name)}: {remark}" for remark in _remarks(made, tier, figures))
+        yield from (f"{tier.name}: {remark}" for remark in _remarks(made, tier, figures))
 
 
 def _remarks(made: Plan, tier: Tier, figures: Figures) -> Iterator[str]:

@@ -147,7 +147,7 @@ def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
     codes: list[int] = []
     for path in paths:
         if not wishes.as_json:
-            console.say(f"{console.plain(path)}:")
+            console.say(f"{path}:")
         data: dict[str, Any] = {"root": path}
         failed: Exception | None = None
         try:
@@ -206,17 +206,17 @@ def _lines(plan: PrunePlan, with_checkpoints: bool) -> list[str]:
     """A table of what is deleted and kept, with reasons, and an empty line after it; no lines if there is nothing."""
     rows: list[Sequence[object]] = []
     for verdict in plan.verdicts if with_checkpoints else []:
-        action, reasons = "keep" if verdict.keep else "delete", console.plain("; ".join(verdict.reasons))
+        action, reasons = "keep" if verdict.keep else "delete", "; ".join(verdict.reasons)
         rows.append((action, f"step {verdict.record.step}", console.size(verdict.record.bytes), reasons))
     for action, leftovers in (("clear", plan.leftovers), ("put back", plan.strays)):
-        rows += [(action, console.plain(each.path.name), console.size(each.bytes), each.reason) for each in leftovers]
+        rows += [(action, each.path.name, console.size(each.bytes), each.reason) for each in leftovers]
     for entry, why in plan.ignored:
         name = parse_step(entry.path.name)
         is_stranger = name is None or name.kind in ("tmp", "old", "trash")
         if with_checkpoints or is_stranger:
-            what = console.plain(entry.path.name) if is_stranger else f"step {entry.step}"
+            what = entry.path.name if is_stranger else f"step {entry.step}"
             size = console.size(entry.manifest.total_bytes) if entry.manifest else None
-            rows.append(("ignore", what, size, f"it does not count: {console.plain(short_problem(entry, why))}"))
+            rows.append(("ignore", what, size, f"it does not count: {short_problem(entry, why)}"))
     return [*console.table(("action", "what", "size", "why"), rows, right="size"), ""] if rows else []
 
 
@@ -225,7 +225,7 @@ def _summary(plan: PrunePlan, pruned: Pruned | None, others: Sequence[ForeignChe
     said = [_outcome(plan, pruned)]
     steps = {verdict.record.sequence: verdict.record.step for verdict in plan.verdicts}
     for sequence, reason in sorted(pruned.spared.items() if pruned is not None else ()):
-        said.append(f"Spared after all: step {steps[sequence]}, {console.plain(reason)}.")
+        said.append(f"Spared after all: step {steps[sequence]}, {reason}.")
     if plan.over_bytes:
         said.append(
             f"Still {console.size(plan.over_bytes)} over the limit: what is left is the newest, verified, pinned or in "
@@ -235,7 +235,7 @@ def _summary(plan: PrunePlan, pruned: Pruned | None, others: Sequence[ForeignChe
         number, one = console.count(len(others), "checkpoint"), others[-1]
         adopt = "; ckptman adopt hands those of plain DCP to the rules" if any(each.is_dcp for each in others) else ""
         said.append(
-            f"{number} of other programs, such as {console.plain(one.path.name)} of {one.writer}: no rule deletes "
+            f"{number} of other programs, such as {one.path.name} of {one.writer}: no rule deletes "
             f"{'it' if len(others) == 1 else 'them'}{adopt}."
         )
     return said

@@ -131,13 +131,10 @@ def _as_restored(newest: Entry, entries: list[Entry], suspects: Mapping[int, str
     taken = choice.best
     if not newest.complete or taken is None or taken is newest:
         return newest
-    why = (
-        f"not finite ({plain(newest.nonfinite_reason)})" if choice.nonfinite else f"a suspect: {suspects[newest.step]}"
-    )
-    typer.echo(
+    why = f"not finite ({newest.nonfinite_reason})" if choice.nonfinite else f"a suspect: {suspects[newest.step]}"
+    console.remark(
         f"step {newest.step} is {why}, so this is step {taken.step}, as for a restore: name the newest by "
-        f"its step, or its folder, to have that",
-        err=True,
+        f"its step, or its folder, to have that"
     )
     return taken
 
@@ -149,10 +146,9 @@ def known_suspects(root: str | os.PathLike[str]) -> dict[int, str]:
     try:
         return suspects_of(root)
     except OSError as error:
-        typer.echo(
+        console.remark(
             f"the journal of {root} cannot be read ({error.strerror or error}), so it is not known which checkpoints "
-            f"attempts crashed with: check its permissions",
-            err=True,
+            f"attempts crashed with: check its permissions"
         )
         return {}
 

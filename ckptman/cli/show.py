@@ -101,29 +101,26 @@ def _show_foreign(path: Path, as_json: bool) -> None:
         facts = {"path": path, "manifest": None, "tensors": tensors, "values": values, "transforms": changed}
         console.say_json(facts)
         return
-    console.say(f"{console.plain(path)}: written by plain DCP; no manifest, so no step, no digests, no lineage")
+    console.say(f"{path}: written by plain DCP; no manifest, so no step, no digests, no lineage")
     if changed:
-        names = console.plain("; ".join(changed))
+        names = "; ".join(changed)
         console.say(f"compressed, or transformed otherwise ({names}): load it by dcp.load with these extensions")
     console.say(*_tensor_lines(tensors))
     if values:
-        console.say(f"\n{console.count(len(values), 'plain value')}: {', '.join(map(console.plain, values))}")
+        console.say("", f"{console.count(len(values), 'plain value')}: {', '.join(values)}")
 
 
 def _tensor_lines(tensors: list[TensorFacts]) -> list[str]:
     """The section about tensors, for people."""
     title = f"{console.count(len(tensors), 'tensor')}, {console.size(sum(tensor.bytes for tensor in tensors))}"
-    rows = [
-        (console.plain(each.name), list(each.shape), console.plain(each.dtype), each.sharding, console.size(each.bytes))
-        for each in tensors
-    ]
+    rows = [(each.name, list(each.shape), each.dtype, each.sharding, console.size(each.bytes)) for each in tensors]
     return ["", title, *console.table(("name", "shape", "dtype", "sharding", "size"), rows, indent=2)] if rows else []
 
 
 def short(value: object, limit: int = 88) -> str:
     """A plain value on one line, cut where it gets long."""
     try:
-        written = console.plain(repr(value))
+        written = repr(value)
     except ValueError:  # Python writes no number of more than 4,300 digits
         return "(a number too long to show)"
     return written if len(written) <= limit else f"{written[: limit - 3]}..."
@@ -139,28 +136,27 @@ def _when(seconds: float, now: float) -> str:
 
 def _origin(entry: Entry, note: Verified | None, now: float) -> list[str]:
     manifest = entry.require_manifest()
-    run = f"{console.plain(manifest.run_id) or '(no id)'}, attempt {manifest.attempt}"
+    run = f"{manifest.run_id or '(no id)'}, attempt {manifest.attempt}"
     came_from = "nothing: a fresh start" if manifest.restored_from is None else f"step {manifest.restored_from}"
     rows = [
-        ("saved", f"{_when(manifest.time_seconds, now)} ({console.plain(manifest.reason)})"),
+        ("saved", f"{_when(manifest.time_seconds, now)} ({manifest.reason})"),
         ("commit", f"number {manifest.sequence} of its root"),
         ("size", f"{console.size(manifest.total_bytes)} in {console.count(len(manifest.files), 'file')}"),
         ("verified", verified(note, now)),
-        *([("damaged", console.paint(console.plain(note.damaged), "red"))] if note and note.damaged else []),
-        *([("abandoned", console.plain(entry.abandoned))] if entry.abandoned else []),
+        *([("damaged", console.paint(note.damaged, "red"))] if note and note.damaged else []),
+        *([("abandoned", entry.abandoned)] if entry.abandoned else []),
         ("ranks", f"{manifest.world_size}, mesh {console.mesh(manifest.mesh)}"),
         ("metrics", console.metrics(manifest.metrics) or None),
-        *([("not finite", console.paint(console.plain(entry.nonfinite), "yellow"))] if entry.nonfinite else []),
-        *((f"metadata {console.plain(name)}", short(value)) for name, value in manifest.metadata.items()),
-        ("run", run + (f", job {console.plain(manifest.job_id)}" if manifest.job_id else "")),
+        *([("not finite", console.paint(entry.nonfinite, "yellow"))] if entry.nonfinite else []),
+        *((f"metadata {name}", short(value)) for name, value in manifest.metadata.items()),
+        ("run", run + (f", job {manifest.job_id}" if manifest.job_id else "")),
         ("restored from", came_from),
         (
             "written by",
-            f"torch {console.plain(manifest.torch_version)}, ckptman {console.plain(manifest.ckptman_version)}, "
-            f"format {manifest.format_version}",
+            f"torch {manifest.torch_version}, ckptman {manifest.ckptman_version}, format {manifest.format_version}",
         ),
     ]
-    return [f"Step {entry.step}: {console.plain(entry.path)}", *console.table((), rows, indent=2)]
+    return [f"Step {entry.step}: {entry.path}", *console.table((), rows, indent=2)]
 
 
 def _decoded(unit: Unit, folder: Path) -> tuple[Any, Any]:
@@ -183,9 +179,9 @@ def _value_lines(values: list[tuple[Unit, Any, Any]]) -> list[str]:
     for state, group in by_state.items():
         for unit, key, value in group[:VALUES_SHOWN]:
             name = state if unit.whole else f"{state}.{key if isinstance(key, str) else short(key)}"
-            rows.append((console.plain(name), short(value)))
+            rows.append((name, short(value)))
         if len(group) > VALUES_SHOWN:
-            rows.append((f"{console.plain(state)}.*", f"... {len(group) - VALUES_SHOWN:,} more: --json shows all"))
+            rows.append((f"{state}.*", f"... {len(group) - VALUES_SHOWN:,} more: --json shows all"))
     if not rows:
         return []
     return ["", console.count(len(values), "plain value"), *console.table((), rows, indent=2)]

@@ -79,7 +79,7 @@ def simulate(
     if recorded is not None:
         mean = recorded.mtbf_seconds
         how_often = f"one in {time_text(mean)}" if recorded.failures else "none"
-        words = f"failures of {console.plain(trace)}: {how_often}"
+        words = f"failures of {trace}: {how_often}"
     elif gpus is not None:
         mean = mtbf_figure(gpus, rate).value
         words = f"a failure in {time_text(mean)} ({console.count(gpus, 'GPU')}, {rate})"

@@ -87,7 +87,7 @@ def _watch(roots: Sequence[Path], every_seconds: float, slurm: bool) -> None:
     from rich.text import Text
 
     def shown() -> Text:
-        return Text.from_ansi("\n".join(lines()))
+        return Text.from_ansi("\n".join(map(console.printed, lines())))
 
     with Live(shown(), auto_refresh=False, vertical_overflow="crop") as live:
         while True:
@@ -102,12 +102,12 @@ def _lines(found: Sequence[Status], now: float) -> list[str]:
     headers = ("run", "state", "step", "done", "per step", "heard", "saved", "job ends", "end", "metrics")
     rows = [_row(each, now) for each in found]
     lines = console.table(headers, rows, "step done heard saved", drop=("per step", "saved", "job ends", "done"))
-    return [*lines, *(f"{console.plain(each.root)}: {console.plain(each.trouble)}" for each in found if each.trouble)]
+    return [*lines, *(f"{each.root}: {each.trouble}" for each in found if each.trouble)]
 
 
 def _row(run: Status, now: float) -> tuple[str, ...]:
     return (
-        console.plain(run.root),
+        run.root,
         _painted(run.state),
         "-" if run.step is None else str(run.step),
         _done(run) or "-",
@@ -121,8 +121,8 @@ def _row(run: Status, now: float) -> tuple[str, ...]:
 
 
 def _full(run: Status, now: float) -> list[str]:
-    name = console.plain(run.root)
-    head = f"{name}: {_painted(run.state)}" + (f", {console.plain(run.reason)}" if run.reason else "")
+    name = run.root
+    head = f"{name}: {_painted(run.state)}" + (f", {run.reason}" if run.reason else "")
     lines = [head]
 
     def add(title: str, *parts: str) -> None:
@@ -130,10 +130,10 @@ def _full(run: Status, now: float) -> list[str]:
             lines.append(f"  {title:<10}{told}")
 
     if run.attempt is not None:
-        job = f"job {console.plain(run.job_id)}" if run.job_id else ""
+        job = f"job {run.job_id}" if run.job_id else ""
         ranks = console.count(run.ranks or 0, "rank")
         if run.host:
-            ranks += f"{', the first' * ((run.ranks or 0) > 1)} on {console.plain(run.host)}"
+            ranks += f"{', the first' * ((run.ranks or 0) > 1)} on {run.host}"
         add("attempt", str(run.attempt), job, ranks)
         of = f" of {run.total_steps:,} ({_done(run)})" if run.total_steps else ""
         heard = f"heard {_ago(run.heard, now)}"
@@ -150,13 +150,13 @@ def _full(run: Status, now: float) -> list[str]:
     if run.deadline is not None:
         add("job ends", _until(run.deadline, now))
     if run.chain:
-        add("chain", f"{console.plain(Path(run.chain).name)}, {run.chain_state}", *map(console.plain, run.queue))
+        add("chain", f"{Path(run.chain).name}, {run.chain_state}", *run.queue)
     for each in run.health:
-        add("health", console.plain(each))
+        add("health", each)
     if run.end is not None:
         add("end", f"{_until(run.end, now)}, if nothing stops it")
     if run.trouble:
-        add("trouble", console.plain(run.trouble))
+        add("trouble", run.trouble)
     return lines
 
 
@@ -167,7 +167,7 @@ def _next_save(run: Status, now: float) -> list[str]:
     parts = [f"step {step:,}"] if isinstance(step, int) else []
     if isinstance(seconds, int | float) and run.heard is not None:
         parts.append(_until(run.heard + seconds, now))
-    return [*parts, console.plain(str(reason))] if reason else parts
+    return [*parts, str(reason)] if reason else parts
 
 
 def _metrics(run: Status) -> str:
@@ -228,7 +228,7 @@ def report(
     if as_json:
         console.say_json([as_data(each) for each in found])
     else:
-        console.say(*_report_lines(found), *([f"written to {console.plain(html)}"] if html is not None else []))
+        console.say(*_report_lines(found), *([f"written to {html}"] if html is not None else []))
 
 
 def _report_lines(found: Sequence[RunReport]) -> list[str]:
@@ -250,7 +250,7 @@ def _run_lines(found: RunReport) -> list[str]:
 
     ledger, status = found.ledger, found.status
     lines = [
-        f"{console.plain(found.root)}: {status.state}, step {status.step or 0:,} after "
+        f"{found.root}: {status.state}, step {status.step or 0:,} after "
         f"{duration_text(ledger.total_seconds)} and {console.count(len(ledger.attempts), 'attempt')}: "
         f"{endings_text(ledger)}",
         *_time_table(shares(ledger.seconds)),
@@ -272,12 +272,12 @@ def _run_lines(found: RunReport) -> list[str]:
     rows = [
         (
             str(each.number or "-"),
-            console.plain(each.job_id) or "-",
+            each.job_id or "-",
             f"{each.start_step:,} to {each.step:,}",
             duration_text(each.ended - each.begun),
             duration_text(each.seconds["training"]),
             duration_text(each.seconds["repeated"]),
-            console.plain(_cropped(f"{each.ending}: {each.reason}" if each.reason else each.ending)),
+            _cropped(f"{each.ending}: {each.reason}" if each.reason else each.ending),
         )
         for each in ledger.attempts[-ATTEMPTS_SHOWN:]
     ]
@@ -286,7 +286,7 @@ def _run_lines(found: RunReport) -> list[str]:
     lines += ["", *console.table(headers, rows, "attempt took counted lost", drop=("job", "took"), width=width)]
     if len(ledger.attempts) > ATTEMPTS_SHOWN:
         lines.append(f"the last {ATTEMPTS_SHOWN} of {len(ledger.attempts)} attempts; --html and --json have all")
-    return [*lines, *(f"note: {console.plain(note)}" for note in ledger.notes)]
+    return [*lines, *(f"note: {note}" for note in ledger.notes)]
 
 
 def _cropped(text: str) -> str:
@@ -339,7 +339,7 @@ def ask(
     if what == "hold":
         _hold(run)
     request = leave(root, cast(Ask, what), owner)
-    console.say(f"Asked attempt {run.attempt} on {console.plain(owner.host)} to {_MEANING[what]}.")
+    console.say(f"Asked attempt {run.attempt} on {owner.host} to {_MEANING[what]}.")
     if wait:
         _report(_answer(root, request, owner, seconds))
 
@@ -354,7 +354,7 @@ def _hold(run: Status) -> None:
 
     chain = Chain(Path(run.chain))
     hold(chain, time.time())
-    name = console.plain(run.chain)
+    name = run.chain
     then = f"ckptman chain resume {name}" if chain.spec.scheduler == "slurm" else "submit its command again"
     console.say(f"The chain is paused. To continue it: {then}")
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.cli.console import plain, remark, say
+from ckptman.cli.console import remark, say
 from ckptman.cli.options import flag, option, parse_seconds
-from ckptman.errors import ConfigError, SchedulerError
+from ckptman.errors import ConfigError, SchedulerError, plain
 
 if TYPE_CHECKING:
     from ckptman.jobs.slurm.submission import PreparedChain
@@ -167,7 +167,7 @@ def submit(
     at_once = f", {upfront} at once" if upfront else ""
     for number, each in enumerate(made):
         if dry_run:
-            say(f"would submit{at_once}: {plain(first_command(each))}")
+            say(f"would submit{at_once}: {first_command(each)}")
             continue
         try:
             jobs = submit_chain(each, slurm_of(each.spec, remark), now)
@@ -176,9 +176,9 @@ def submit(
         say(f"submitted job {jobs[0].job_id}" + (f" to {jobs[-1].job_id}" if len(jobs) > 1 else ""))
         if upfront and len(jobs) < upfront:
             say(f"note: the queue takes no more than {len(jobs)} for now: the others follow one after another")
-        say(f"chain: {plain(each.chain.folder)}")
+        say(f"chain: {each.chain.folder}")
         if each is made[-1]:
-            say(f"see it with: ckptman chain show {plain(each.chain.folder.name)}")
+            say(f"see it with: ckptman chain show {each.chain.folder.name}")
 
 
 def _with_what_is_left(error: SchedulerError | OSError, left: Sequence[PreparedChain]) -> SchedulerError | OSError:

@@ -57,16 +57,15 @@ def template(
         merged["env"] = {**from_file["env"], **given.get("env", {})}
     script = render_template(name, merged)
     if output is None:
-        console.say(script.removesuffix("\n"))
+        console.write(script.removesuffix("\n"))
     else:
         _write(output, script, force)
-        console.say(f"wrote {console.plain(output)}: submit it with {'ckptman submit' if kind.chain else 'sbatch'}")
+        console.say(f"wrote {output}: submit it with {'ckptman submit' if kind.chain else 'sbatch'}")
     folder = Path(str(merged.get("log_folder", ".")))
     if not folder.is_dir():
-        typer.echo(
-            f"note: make the folder {console.plain(folder)} before you submit: Slurm does not, and without it the job "
-            f"fails and says nothing",
-            err=True,
+        console.remark(
+            f"note: make the folder {folder} before you submit: Slurm does not, and without it the job "
+            f"fails and says nothing"
         )
 
 

@@ -235,13 +235,13 @@ def byte_lines(report: VerifyReport) -> list[str]:
 
 
 def _verdict(report: VerifyReport) -> list[str]:
-    name = console.plain(report.name)
+    name = report.name
     if unchecked := report.gone or report.newer_format:
-        return [f"{name}: not checked, {console.plain(unchecked)}"]
+        return [f"{name}: not checked, {unchecked}"]
     if report.is_damaged or report.unread:
         verdict = console.paint("damaged", "red") if report.is_damaged else console.paint("not proved", "yellow")
         problems = [*map(str, report.damage), *report.problems, *(f"not proved: {each}" for each in report.unread)]
-        return [f"{name}: {verdict}, {console.plain(report.path)}", *_told(problems)]
+        return [f"{name}: {verdict}, {report.path}", *_told(problems)]
     held = f"{console.count(report.files, 'file')}, {console.size(report.bytes)}"
     tensors = console.count(report.tensors, "tensor")
     if not report.digests:
@@ -258,7 +258,7 @@ def _verdict(report: VerifyReport) -> list[str]:
 def fit_lines(report: VerifyReport) -> list[str]:
     """Return how a checkpoint loads whose bytes were found to be right, and what could not be tried."""
     if report.gone is not None:
-        return [f"  {console.plain(report.gone)}"]
+        return [f"  {report.gone}"]
     lines: list[str] = []
     for found in report.loads.values():
         on = console.count(found.world_size, "process", "processes") + _layout(report, found.world_size)
@@ -337,7 +337,7 @@ def _told(lines: Sequence[str], before: str = "  ") -> list[str]:
     """Return a screen of lines, and how many more there are."""
     more = len(lines) - PROBLEMS_SHOWN
     rest = [f"  and {more:,} more: --json lists all of them"] if more > 0 else []
-    return [f"{before}{console.plain(line)}" for line in lines[:PROBLEMS_SHOWN]] + rest
+    return [f"{before}{line}" for line in lines[:PROBLEMS_SHOWN]] + rest
 
 
 def _listed(sizes: Iterable[tuple[int, str]]) -> str:

@@ -2,13 +2,15 @@
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from ckptman.cli import console
-from ckptman.cli.console import age, plain, size, table
+from ckptman.cli.console import age, size, table
+from ckptman.errors import plain
 
 HEADERS = ("step", "root", "size", "state")
 ROWS = [
@@ -49,12 +51,15 @@ def test_no_line_is_longer_than_the_terminal_and_no_cell_is_cut(columns, drop, m
         assert left_out or all(cell in whole for cell in cells)
 
 
-def test_colours_take_no_room(monkeypatch):
+def test_colours_take_no_room_and_text_brings_none_of_its_own(monkeypatch, capsys):
     monkeypatch.setattr(console, "terminal_width", lambda: 40)
-    painted = "\x1b[31m\x1b[1mbad\x1b[0m"
-    told = console.table(("a", "b", "c"), [(painted, "x", painted), ("longer", "y", "good")])
-    assert told[1] == f"{painted}     x  {painted}"
-    assert told[2] == "longer  y  good"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    bad = console.paint("bad\x1b[2J", "red")
+    console.say(*console.table(("a", "b", "c"), [(bad, "x", "\x1b[1;31mred"), ("longer", "y", "good")]), bad)
+    painted = "\x1b[1;31mbad\\x1b[2J\x1b[0m"
+    told = [f"{painted}  x  \\x1b[1;31mred", "longer      y  good", painted]
+    assert capsys.readouterr().out.splitlines()[1:] == told
 
 
 def test_tables_align_and_end_without_blanks():
