@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from decimal import Decimal
-from functools import reduce
-from operator import and_, or_
-from pathlib import Path
+from functools import reduce, wraps
+from inspect import Parameter, signature
+from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +16,6 @@ import typer
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ckptman.policies.retention import Verdict
     from ckptman.policies.retention_rules import KeepBest, RetentionPolicy
 
 
@@ -134,26 +132,6 @@ def check_threads(verb: str, threads: int | None) -> None:
         raise ConfigError(f"--threads: at most {MOST_THREADS:,}, not {threads:,}")
 
 
-KeepLastOption = Annotated[int | None, option("--keep-last", "N", "Keep the N committed last.", "What stays")]
-KeepEveryOption = Annotated[int | None, option("--keep-every", "N", "Keep one at each multiple of N.")]
-KeepBestOption = Annotated[
-    list[str] | None,
-    option(
-        "--keep-best",
-        "METRIC[:COUNT[:min|max]]",
-        "Keep the COUNT best by a metric (1, the lowest, unless said). May be given several times.",
-    ),
-]
-KeepWithinOption = Annotated[str | None, option("--keep-within", "TIME", "Keep what is younger, such as 36h or 7d.")]
-KeepHourlyOption = Annotated[int | None, option("--keep-hourly", "N", "Keep the newest of each of the last N hours.")]
-KeepDailyOption = Annotated[int | None, option("--keep-daily", "N", "The same for days (UTC).")]
-KeepWeeklyOption = Annotated[int | None, option("--keep-weekly", "N", "The same for weeks.")]
-KeepMonthlyOption = Annotated[int | None, option("--keep-monthly", "N", "The same for months.")]
-KeepStepsOption = Annotated[str | None, option("--keep-steps", "N,N,...", "Keep these steps.")]
-MaxBytesOption = Annotated[str | None, option("--max-bytes", "SIZE", "Keep no more than this, such as 2TB.")]
-MaxPercentOption = Annotated[
-    float | None, option("--max-percent", "P", "Keep no more than P percent of the file system, or of the quota.")
-]
 MemoryOption = Annotated[
     bool,
     flag("--memory", "Save to the memory of the nodes, too. So do the options below.", panel="Checkpoints in memory"),
@@ -165,49 +143,70 @@ SurvivedOption = Annotated[
     float | None, option("--survived", "SHARE", "Of the failures that checkpoints in memory survive (0.9).")
 ]
 
+RETENTION: dict[str, Any] = {
+    "keep_last": Annotated[int | None, option("--keep-last", "N", "Keep the N committed last.", "What stays")],
+    "keep_every": Annotated[int | None, option("--keep-every", "N", "Keep one at each multiple of N.")],
+    "keep_best": Annotated[
+        list[str] | None,
+        option(
+            "--keep-best",
+            "METRIC[:COUNT[:min|max]]",
+            "Keep the COUNT best by a metric (1, the lowest, unless said). May be given several times.",
+        ),
+    ],
+    "keep_within": Annotated[str | None, option("--keep-within", "TIME", "Keep what is younger, such as 36h or 7d.")],
+    "keep_hourly": Annotated[int | None, option("--keep-hourly", "N", "Keep the newest of each of the last N hours.")],
+    "keep_daily": Annotated[int | None, option("--keep-daily", "N", "The same for days (UTC).")],
+    "keep_weekly": Annotated[int | None, option("--keep-weekly", "N", "The same for weeks.")],
+    "keep_monthly": Annotated[int | None, option("--keep-monthly", "N", "The same for months.")],
+    "keep_steps": Annotated[str | None, option("--keep-steps", "N,N,...", "Keep these steps.")],
+    "max_bytes": Annotated[str | None, option("--max-bytes", "SIZE", "Keep no more than this, such as 2TB.")],
+}
+"""The options that a verb `with_retention` has, by the names of their parameters."""
 
-def parse_retention(
-    *,
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_best: Sequence[str] | None,
-    keep_within: str | None,
-    keep_hourly: int | None,
-    keep_daily: int | None,
-    keep_weekly: int | None,
-    keep_monthly: int | None,
-    keep_steps: str | None,
-    max_bytes: str | None,
-    max_percent: float | None = None,
-) -> RetentionPolicy | None:
-    """Return the policy that the options of `ckptman prune` and `ckptman plan` mean, or None. Raises: ConfigError."""
+
+def with_retention(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb the options of `RETENTION` instead of its parameter `keep`, which gets the policy that they mean."""
+
+    @wraps(verb)
+    def called(**given: Any) -> None:
+        verb(keep=parse_retention({name: given.pop(name) for name in RETENTION}), **given)
+
+    options = [
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=RETENTION[name]) for name in RETENTION
+    ]
+    own = signature(verb, eval_str=True)
+    parameters = [new for each in own.parameters.values() for new in (options if each.name == "keep" else [each])]
+    called.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called
+
+
+def parse_retention(given: Mapping[str, Any]) -> RetentionPolicy | None:
+    """Return the policy that the options of `RETENTION` mean, or None. Raises: ConfigError."""
     from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
     from ckptman.policies.retention_rules import AtMost, KeepEvery, KeepLast, KeepSteps
 
-    def counted(rule: Callable[[int], RetentionPolicy], count: int | None) -> list[RetentionPolicy]:
-        return [] if count is None else [rule(count)]
+    def counted(**kinds: Callable[[int], RetentionPolicy]) -> list[RetentionPolicy]:
+        return [rule(given[name]) for name, rule in kinds.items() if given[name] is not None]
 
-    rules = [*counted(KeepLast, keep_last), *counted(KeepEvery, keep_every)]
-    rules += [parse_keep_best(each) for each in keep_best or ()]
-    if keep_within is not None:
-        rules.append(KeepWithin(parse_seconds("--keep-within", keep_within, needs_unit=True)))
-    rules += [*counted(KeepHourly, keep_hourly), *counted(KeepDaily, keep_daily)]
-    rules += [*counted(KeepWeekly, keep_weekly), *counted(KeepMonthly, keep_monthly)]
-    if keep_steps is not None:
+    rules = counted(keep_last=KeepLast, keep_every=KeepEvery)
+    rules += [parse_keep_best(each) for each in given["keep_best"] or ()]
+    if given["keep_within"] is not None:
+        rules.append(KeepWithin(parse_seconds("--keep-within", given["keep_within"], needs_unit=True)))
+    rules += counted(keep_hourly=KeepHourly, keep_daily=KeepDaily, keep_weekly=KeepWeekly, keep_monthly=KeepMonthly)
+    if (steps := given["keep_steps"]) is not None:
         try:
-            rules.append(KeepSteps(*map(int, keep_steps.split(","))))
+            rules.append(KeepSteps(*map(int, steps.split(","))))
         except ValueError:
             raise ConfigError(
-                f"--keep-steps: steps with commas between them, such as 1000,5000, not {keep_steps!r}"
+                f"--keep-steps: steps with commas between them, such as 1000,5000, not {steps!r}"
             ) from None
-    limits = []
-    if max_bytes is not None:
-        limits.append(AtMost(bytes=parse_size("--max-bytes", max_bytes, needs_unit=True)))
-    if max_percent is not None:
-        limits.append(AtMost(percent=max_percent))
-    if not rules:
-        return reduce(and_, limits) if limits else None
-    return reduce(and_, limits, reduce(or_, rules))
+    kept = reduce(or_, rules) if rules else None
+    if given["max_bytes"] is None:
+        return kept
+    limit = AtMost(bytes=parse_size("--max-bytes", given["max_bytes"], needs_unit=True))
+    return limit if kept is None else kept & limit
 
 
 def parse_keep_best(written: str) -> KeepBest:
@@ -224,13 +223,3 @@ def parse_keep_best(written: str) -> KeepBest:
         except ValueError:
             pass  # part of the metric's name; a slip shows when no checkpoint has that metric
     return KeepBest(":".join(parts), count, "max" if mode == "max" else "min")
-
-
-def check_meant(root: Path, policy: RetentionPolicy | None, verdicts: Sequence[Verdict], *, stored: bool) -> None:
-    """Refuse rules that cannot be meant. `stored`: the rules are those of the run. Raises: ConfigError."""
-    from ckptman.policies.retention import policy_mistake
-
-    if cause := policy_mistake(policy, [each.record for each in verdicts], time.time(), goes_on=stored):
-        remedy = "say what to keep, with options such as --keep-last 3" if stored else "check the options"
-        whose = "by the rules that the run stored, " if stored else ""
-        raise ConfigError(f"{root}: {whose}{cause}. Nothing is deleted: {remedy}")

@@ -17,7 +17,7 @@ from ckptman.forecast.figures import Figure
 from ckptman.forecast.save_costs import BOUND_SECONDS, tier_figures
 from ckptman.forecast.scenario import DTYPE_BYTES, Memory, Model, Scenario, Tier, mtbf_figure
 from ckptman.policies.parameters import check_count, check_positive
-from ckptman.policies.retention_rules import KeepEvery, KeepSteps, limited, rules_of, size_text
+from ckptman.policies.retention_rules import KeepEvery, KeepSteps, RetentionPolicy, limited, rules_of, size_text
 
 MOST_FACTOR, MOST_MOMENTS = 1_000_000, 100
 _TABLE = {"shm": 4e9, "scratch": 2e9, "project": 0.5e9}
@@ -29,6 +29,7 @@ _TIER_HELP = (
 _EXPLAIN = flag("--explain", "Every number with its formula and source.", panel=options.OTHERS)
 
 
+@options.with_retention
 def plan(
     params: Annotated[
         str | None, option("--params", "N", "A model with N parameters: 9e9, 7B, 350M.", "Model and machine")
@@ -63,16 +64,7 @@ def plan(
     host_memory: Annotated[str | None, option("--host-memory", "SIZE", "Memory of a node, such as 1TB.")] = None,
     restart_in_place: options.RestartInPlaceOption = None,
     survived: options.SurvivedOption = None,
-    keep_last: options.KeepLastOption = None,
-    keep_every: options.KeepEveryOption = None,
-    keep_best: options.KeepBestOption = None,
-    keep_within: options.KeepWithinOption = None,
-    keep_hourly: options.KeepHourlyOption = None,
-    keep_daily: options.KeepDailyOption = None,
-    keep_weekly: options.KeepWeeklyOption = None,
-    keep_monthly: options.KeepMonthlyOption = None,
-    keep_steps: options.KeepStepsOption = None,
-    max_bytes: options.MaxBytesOption = None,
+    keep: RetentionPolicy | None = None,
     explain: Annotated[bool, _EXPLAIN] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -91,19 +83,7 @@ def plan(
     if factor > MOST_FACTOR:
         raise ConfigError(f"--factor: at most {MOST_FACTOR:,} (4 is usual), not {factor:g}")
     step_seconds = None if step is None else parse_seconds("--step", step)
-    retention = options.parse_retention(
-        keep_last=keep_last,
-        keep_every=keep_every,
-        keep_best=keep_best,
-        keep_within=keep_within,
-        keep_hourly=keep_hourly,
-        keep_daily=keep_daily,
-        keep_weekly=keep_weekly,
-        keep_monthly=keep_monthly,
-        keep_steps=keep_steps,
-        max_bytes=max_bytes,
-    )
-    if step_seconds is None and any(isinstance(each, KeepEvery | KeepSteps) for each in rules_of(retention)):
+    if step_seconds is None and any(isinstance(each, KeepEvery | KeepSteps) for each in rules_of(keep)):
         raise ConfigError("a rule to keep checkpoints goes by steps: say what a step takes, as in --step 2s")
     check_count("plan", "--nodes", nodes)
     check_count("plan", "--gpus", gpus)
@@ -138,7 +118,7 @@ def plan(
         mtbf_seconds=failures.value,
         run_seconds=parse_seconds("--length", length),
         step_seconds=step_seconds,
-        retention=retention,
+        retention=keep,
         in_memory=in_memory,
     )
     made = plan_of(scenario, failures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -16,34 +17,15 @@ from ckptman.cli import console
 from ckptman.cli.console import progress
 from ckptman.cli.list import short_problem
 from ckptman.cli.memory import clear, superseded
-from ckptman.cli.options import (
-    OTHERS,
-    AsJson,
-    KeepBestOption,
-    KeepDailyOption,
-    KeepEveryOption,
-    KeepHourlyOption,
-    KeepLastOption,
-    KeepMonthlyOption,
-    KeepStepsOption,
-    KeepWeeklyOption,
-    KeepWithinOption,
-    MaxBytesOption,
-    MaxPercentOption,
-    check_meant,
-    flag,
-    option,
-    parse_retention,
-    path_argument,
-)
+from ckptman.cli.options import OTHERS, AsJson, flag, option, path_argument, with_retention
 from ckptman.cli.select import roots_of
 from ckptman.errors import CkptmanError, ConfigError, RootError
+from ckptman.policies.retention_rules import AtMost, RetentionPolicy
 from ckptman.storage.catalog.root_checks import check_is_root
 from ckptman.storage.format.foreign import ForeignCheckpoint, foreign_in
 from ckptman.storage.format.paths import parse_step
 
 if TYPE_CHECKING:
-    from ckptman.policies.retention_rules import RetentionPolicy
     from ckptman.storage.catalog.prune import Pruned, PrunePlan
 
 MOST_JOBS = 256
@@ -61,22 +43,16 @@ class _Wishes:
     files_per_second: float | None
 
 
+@with_retention
 def prune(
     roots: Annotated[
         list[str],
         path_argument("ROOT", "Folders that hold checkpoints, or patterns in quotes such as 'runs/*/checkpoints'."),
     ],
-    keep_last: KeepLastOption = None,
-    keep_every: KeepEveryOption = None,
-    keep_best: KeepBestOption = None,
-    keep_within: KeepWithinOption = None,
-    keep_hourly: KeepHourlyOption = None,
-    keep_daily: KeepDailyOption = None,
-    keep_weekly: KeepWeeklyOption = None,
-    keep_monthly: KeepMonthlyOption = None,
-    keep_steps: KeepStepsOption = None,
-    max_bytes: MaxBytesOption = None,
-    max_percent: MaxPercentOption = None,
+    keep: RetentionPolicy | None = None,
+    max_percent: Annotated[
+        float | None, option("--max-percent", "P", "Keep no more than P percent of the file system, or of the quota.")
+    ] = None,
     leftovers: Annotated[
         bool,
         flag("--leftovers", "Delete no checkpoint: only clear what crashes left.", panel=OTHERS),
@@ -107,22 +83,12 @@ def prune(
         raise ConfigError(f"--jobs: at most {MOST_JOBS}, not {jobs:,}")
     if files_per_second is not None:
         check_positive("prune", "--files-per-second", files_per_second)
-    policy = parse_retention(
-        keep_last=keep_last,
-        keep_every=keep_every,
-        keep_best=keep_best,
-        keep_within=keep_within,
-        keep_hourly=keep_hourly,
-        keep_daily=keep_daily,
-        keep_weekly=keep_weekly,
-        keep_monthly=keep_monthly,
-        keep_steps=keep_steps,
-        max_bytes=max_bytes,
-        max_percent=max_percent,
-    )
-    if leftovers and policy is not None:
+    if max_percent is not None:
+        limit = AtMost(percent=max_percent)
+        keep = limit if keep is None else keep & limit
+    if leftovers and keep is not None:
         raise ConfigError("--leftovers deletes no checkpoint, so rules for them contradict it: leave one of them away")
-    wishes = _Wishes(policy, leftovers, dry_run, as_json, jobs, files_per_second)
+    wishes = _Wishes(keep, leftovers, dry_run, as_json, jobs, files_per_second)
     paths, several = roots_of(roots)
     if not several:
         data, failed = _prune_one(paths[0], wishes)
@@ -175,6 +141,7 @@ def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
 
 def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError | None]:
     """Prune one root, say what was done, and return it as data; and what could not be removed. Raises: CkptmanError."""
+    from ckptman.policies.retention import policy_mistake
     from ckptman.storage.catalog.orphans import Leftover
     from ckptman.storage.catalog.prune import Pruned, one_at_a_time, plan_prune
     from ckptman.tools.manage import carry_out, policy_for
@@ -183,7 +150,11 @@ def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError |
     policy = None if wishes.leftovers_only else policy_for(root, wishes.policy)
     with nullcontext() if wishes.dry_run else one_at_a_time(root):
         plan = plan_prune(root, policy)
-        check_meant(root, policy, plan.verdicts, stored=wishes.policy is None)
+        stored = wishes.policy is None
+        if cause := policy_mistake(policy, [each.record for each in plan.verdicts], time.time(), goes_on=stored):
+            remedy = "say what to keep, with options such as --keep-last 3" if stored else "check the options"
+            whose = "by the rules that the run stored, " if stored else ""
+            raise ConfigError(f"{root}: {whose}{cause}. Nothing is deleted: {remedy}")
         memory = superseded(root)
         left = [Leftover(each.folder, None, "in memory, of a run that is over", each.size_bytes) for each in memory]
         shown = replace(plan, leftovers=[*plan.leftovers, *left])
