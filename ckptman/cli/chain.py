@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,47 +48,25 @@ def list_chains(
     """List the chains that were submitted from a directory."""
     from ckptman.jobs.chain_record import find_chains, is_gone
 
-    chains = [(each, each.spec, each.state, each.attempts(), each.jobs()) for each in find_chains(folder.resolve())]
+    found, rows, now = list[dict[str, Any]](), list[tuple[object, ...]](), time.time()
+    for chain in find_chains(folder.resolve()):
+        spec, state, attempts, jobs = chain.spec, chain.state, chain.attempts(), [job.job_id for job in chain.jobs()]
+        step = max((end.step for end in chain.ends().values()), default=0)
+        facts = {"chain": chain.folder, "scheduler": spec.scheduler, "script": spec.script, "attempts": len(attempts)}
+        found.append({**facts, "step": step, "jobs": jobs, **state.model_dump(exclude={"forgiven"})})
+        command = " ".join((Path(spec.script).name, *spec.arguments))[:MOST_COMMAND]
+        job = "local" if spec.scheduler == "local" else jobs[-1] if jobs else None
+        told = _painted("gone" if is_gone(spec, state) else state.state)
+        age = console.age(now - spec.created_seconds)
+        rows.append((chain.folder.name, command, len(attempts), f"{step:,}" if step else None, age, job, told))
     if as_json:
-        console.say_json(
-            [
-                {
-                    "chain": str(chain.folder),
-                    "scheduler": spec.scheduler,
-                    "script": spec.script,
-                    "attempts": len(attempts),
-                    "step": max((end.step for end in chain.ends().values()), default=0),
-                    "jobs": [job.job_id for job in jobs],
-                    **state.model_dump(exclude={"forgiven"}),
-                }
-                for chain, spec, state, attempts, jobs in chains
-            ]
-        )
+        console.say_json(found)
         return
-    if not chains:
+    if not rows:
         console.say(f"no chain was submitted from {folder.resolve()}")
         return
-    now = time.time()
-    rows = [
-        (
-            chain.folder.name,
-            " ".join((Path(spec.script).name, *spec.arguments))[:MOST_COMMAND],
-            str(len(attempts)),
-            _step(chain.ends()),
-            console.age(now - spec.created_seconds),
-            "local" if spec.scheduler == "local" else jobs[-1].job_id if jobs else "-",
-            _painted("gone" if is_gone(spec, state) else state.state),
-        )
-        for chain, spec, state, attempts, jobs in chains
-    ]
-    console.say(
-        *console.table(
-            ("chain", "script", "attempts", "step", "age", "last job", "state"),
-            rows,
-            "attempts step age",
-            drop=("last job", "age"),
-        )
-    )
+    headers = ("chain", "script", "attempts", "step", "age", "last job", "state")
+    console.say(*console.table(headers, rows, "attempts step age", drop=("last job", "age")))
 
 
 @chain_app.command("show", cls=Verb)
@@ -189,7 +167,7 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
     if as_json:
         console.say_json(
             {
-                "chain": str(chain.folder),
+                "chain": chain.folder,
                 "scheduler": chain.spec.scheduler,
                 "script": chain.spec.script,
                 **seen.state.model_dump(exclude={"forgiven"}),
@@ -258,11 +236,6 @@ def _pause(seen: ChainStatus) -> str:
     return "Slurm starts it later, as after a requeue"
 
 
-def _step(ends: Mapping[int, EndRecord]) -> str:
-    """Return the highest step that an attempt reported, or that is in the name of its newest checkpoint."""
-    return f"{step:,}" if (step := max((end.step for end in ends.values()), default=0)) else "-"
-
-
 def _row(attempt: AttemptRecord, end: EndRecord | None, now: float, *, is_over: bool) -> tuple[str, ...]:
     took = (end.ended_seconds if end else now) - attempt.begun_seconds
     ending = f"{end.ending}: {end.reason}" if end else "running"
@@ -297,8 +270,7 @@ def _show_log(attempt: AttemptRecord) -> None:
 
 
 def _painted(state: str) -> str:
-    colour = _COLOURS.get(state)
-    return console.paint(state, colour) if colour else state
+    return console.paint(state, _COLOURS.get(state))
 
 
 _ENDINGS = {"crashed": "crashed", "interrupted": "was interrupted", "stopped": "stopped", "finished": "finished"}
@@ -317,7 +289,7 @@ def explain(chain: Chain, seen: ChainStatus, number: int | None, as_json: bool) 
     what_next = _what_next(chain, seen, end)
     if as_json:
         facts = end.model_dump(include={"number", "ending", "reason", "cause", "evidence", "reaction", "step"})
-        console.say_json({"chain": str(chain.folder), "state": seen.state.state, **facts, "next": what_next})
+        console.say_json({"chain": chain.folder, "state": seen.state.state, **facts, "next": what_next})
         return
     attempt = next((each for each in seen.attempts if each.number == end.number), None)
     console.say(f"{chain.folder.name}: {seen.state.state}", _head(attempt, end))

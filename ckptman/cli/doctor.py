@@ -93,13 +93,14 @@ def doctor(
             )
     failed = [each for each in findings if each.verdict == "FAILED"]
     if as_json:
-        found = [vars(each) for each in findings]
-        console.say_json({"directory": folder, "good": not failed, "against_bytes": against_bytes, "findings": found})
+        console.say_json(
+            {"directory": folder, "good": not failed, "against_bytes": against_bytes, "findings": findings}
+        )
     else:
         rows = [
             (
                 each.name,
-                console.paint(each.verdict, _COLOURS[each.verdict]) if each.verdict in _COLOURS else each.verdict,
+                console.paint(each.verdict, _COLOURS.get(each.verdict)),
                 f"{each.value}; {each.advice}" if each.advice else each.value,
             )
             for each in findings

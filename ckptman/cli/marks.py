@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ckptman.cli import console
@@ -30,6 +29,7 @@ def rollback(
     unless it is asked for by its step. They stay on disk until ckptman prune takes them. Refused while a run is alive.
     """
     from ckptman.runtime.attempts import highest_attempt
+    from ckptman.runtime.journal import note
     from ckptman.storage.catalog.rollback import execute, plan_rollback, plan_undo
 
     def make() -> Change:
@@ -46,7 +46,9 @@ def rollback(
 
         job = os.environ.get("SLURM_JOB_ID")
         change = execute(root, make, why=why, by=user_at_host(), time_seconds=now, highest=highest_attempt, job_id=job)
-        _note(root, change, why)
+        if change.entries:
+            event = "rolled_back" if change.undoes is None else "rollback_undone"
+            note(root, event, step=change.target.step, steps=[entry.step for entry in change.entries], why=why)
     if as_json:
         entries = [
             {"step": entry.step, "path": entry.path, "bytes": entry.require_manifest().total_bytes}
@@ -56,18 +58,6 @@ def rollback(
         console.say_json(facts | {"abandoned" if change.undoes is None else "brought_back": entries})
     else:
         console.say(*_lines(change, dry_run, now))
-
-
-def _note(root: Path, change: Change, why: str) -> None:
-    from ckptman.runtime.journal import Journal
-    from ckptman.storage.format.paths import journal_path
-
-    if not change.entries:
-        return
-    event = "rolled_back" if change.undoes is None else "rollback_undone"
-    journal = Journal(journal_path(root))
-    journal.record(event, sync=True, step=change.target.step, steps=[entry.step for entry in change.entries], why=why)
-    journal.close()
 
 
 def _lines(change: Change, dry_run: bool, now: float) -> list[str]:

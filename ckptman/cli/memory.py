@@ -18,7 +18,6 @@ from ckptman.storage.format import paths
 
 if TYPE_CHECKING:
     from ckptman.storage.catalog.backends.node_memory import NodeMemory, Owner, Part
-    from ckptman.storage.transfer.flush import Flushed
 
 memory_app = typer.Typer(
     help="Checkpoints in the memory of this node: see them, bring them to disk, remove them.",
@@ -86,6 +85,7 @@ def flush_memory(
     are left have not all parts of it. 11: the run is alive.
     """
     from ckptman.policies.parameters import check_count, check_positive
+    from ckptman.runtime.journal import note
     from ckptman.runtime.outcome import this_node
     from ckptman.storage.catalog.backends.node_memory import NodeMemory
     from ckptman.storage.catalog.tier_identity import read_identity
@@ -101,9 +101,10 @@ def flush_memory(
     identity = read_identity(root) or "0" * 32
     memory = NodeMemory(Path(path), identity, this_node(os.environ))
     done = flush(root, memory, nodes=nodes, timeout_seconds=timeout)
-    _note(root, done)
+    if done.committed is not None:
+        note(root, "memory_flushed", step=done.committed, why=done.why)
     if as_json:
-        console.say_json({"root": str(root), "node": memory.node, **vars(done)})
+        console.say_json({"root": root, "node": memory.node, **vars(done)})
         return
     brought = (
         f" This node brought {console.count(done.files, 'file')}, {console.size(done.bytes)}." if done.files else ""
@@ -223,23 +224,11 @@ def clear(memory: NodeMemory) -> int:
     return size
 
 
-def _note(root: Path, done: Flushed) -> None:
-    from ckptman.runtime.journal import Journal
-    from ckptman.storage.format.paths import journal_path
-
-    if done.committed is not None:
-        journal = Journal(journal_path(root))
-        journal.record("memory_flushed", sync=True, step=done.committed, why=done.why)
-        journal.close()
-
-
 def _as_dict(memory: NodeMemory, owner: Owner | None, state: str) -> dict[str, Any]:
     return {
-        "path": str(memory.folder),
+        "path": memory.folder,
         "node": memory.node,
-        "root": owner.root if owner is not None else None,
-        "run_id": owner.run_id if owner is not None else None,
-        "job_id": owner.job_id if owner is not None else None,
+        **{name: getattr(owner, name, None) for name in ("root", "run_id", "job_id")},
         "bytes": memory.size_bytes,
         "state": state,
         "checkpoints": describe_parts([(memory, part) for part in memory.parts()]),
@@ -252,7 +241,7 @@ def describe_parts(found: Sequence[tuple[NodeMemory, Part]]) -> list[dict[str, A
         {
             "step": part.step,
             "node": memory.node,
-            "path": str(memory.path_of(part.step)),
+            "path": memory.path_of(part.step),
             "parts": part.data_files[0],
             "parts_saved": part.data_files[1],
             "bytes": sum(part.sizes.values()),

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -110,7 +109,7 @@ def export(
             begin=begin,
         )
     if as_json:
-        console.say_json({"checkpoint": str(folder), "format": format, **asdict(found), "path": str(found.path)})
+        console.say_json({"checkpoint": folder, "format": format, **vars(found)})
         return
     what = f"{console.count(found.tensors, 'tensor')}, {console.size(found.bytes)}"
     console.say(

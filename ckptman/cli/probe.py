@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -110,13 +109,12 @@ def probe_loader(
         judgement = judge(need, rates, allowed_cpus())
     notes = [*found.notes, *_notes(found, need)]
     if as_json:
-        measurements = [asdict(each) for each in found.measurements]
-        needed = None if need is None else {**asdict(need), "batches_per_second": need.batches_per_second}
+        needed = None if need is None else {**vars(need), "batches_per_second": need.batches_per_second}
         console.say_json(
             {
-                "measurements": measurements,
+                "measurements": found.measurements,
                 "need": needed,
-                "judgement": None if judgement is None else asdict(judgement),
+                "judgement": judgement,
                 "dropped_files": found.dropped_files,
                 "notes": notes,
                 "problem": None if found.problem is None else str(found.problem),

@@ -112,15 +112,20 @@ def choose(
         )
     if every:
         return entries
+    return _newest(entries, suspects, passed_over, allow_nonfinite)
+
+
+def _newest(
+    entries: list[Entry], suspects: Mapping[int, str], passed_over: bool, allow_nonfinite: bool = False
+) -> list[Entry]:
     # One that only a newer ckptman can read may well be the newest: a restore refuses to go back behind it, too.
     newest = next((entry for entry in entries if entry.newer_format), entries[-1])
     if newest.newer_format is None and passed_over:
         newest = next((entry for entry in reversed(entries) if entry.complete), newest)
     if not allow_nonfinite:
         newest = _as_restored(newest, entries, suspects)
-    if not passed_over:
-        return [newest]
-    return [*(each for each in entries if each is not newest and _may_be_newer(each, newest)), newest]
+    passed = [each for each in entries if passed_over and each is not newest and _may_be_newer(each, newest)]
+    return [*passed, newest]
 
 
 def _as_restored(newest: Entry, entries: list[Entry], suspects: Mapping[int, str]) -> Entry:
@@ -133,8 +138,8 @@ def _as_restored(newest: Entry, entries: list[Entry], suspects: Mapping[int, str
         return newest
     why = f"not finite ({newest.nonfinite_reason})" if choice.nonfinite else f"a suspect: {suspects[newest.step]}"
     console.remark(
-        f"step {newest.step} is {why}, so this is step {taken.step}, as for a restore: name the newest by "
-        f"its step, or its folder, to have that"
+        f"step {newest.step} is {why}, so this is step {taken.step}, as for a restore: name the newest by its step, or "
+        f"its folder, to have that"
     )
     return taken
 
@@ -184,11 +189,7 @@ def choose_objects(url: str, step: int | None, every: bool) -> tuple[Backend, li
             raise NotFoundError(f"{url} has no checkpoint of step {step}; the latest there are: {known}")
         return place, found
     entries = [entry for entry in entries if not entry.abandoned]
-    if every or not entries:
-        return place, entries
-    newest = next((entry for entry in reversed(entries) if entry.complete), entries[-1])
-    newest = _as_restored(newest, entries, {})
-    return place, [*(each for each in entries if not each.complete and each.step > newest.step), newest]
+    return place, entries if every or not entries else _newest(entries, {}, passed_over=True)
 
 
 def path(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -60,7 +59,7 @@ def status(
     found = read_status(roots, time.time(), slurm=not no_slurm)
     none = [each for each in found if each.attempt is None and each.saved_step is None]
     if as_json:
-        console.say_json([asdict(each) for each in found])
+        console.say_json(found)
     elif len(found) > 1 or not none:
         console.say(*_lines(found, time.time()))
     if len(none) == len(found):
@@ -196,8 +195,7 @@ def _until(when: float | None, now: float) -> str:
 
 
 def _painted(state: str) -> str:
-    colour = _COLOURS.get(state)
-    return console.paint(state, colour) if colour else state
+    return console.paint(state, _COLOURS.get(state))
 
 
 ATTEMPTS_SHOWN, MOST_REASON = 20, 100

@@ -15,9 +15,6 @@ from ckptman.errors import ConfigError, ExistsError, NotFoundError
 if TYPE_CHECKING:
     from ckptman.jobs.slurm.template_keys import Template
 
-NARROW = 100
-"""Columns of a terminal below which the default of a key stands behind what it is."""
-
 
 def template(
     name: Annotated[str | None, path_argument("[NAME]", "The template: see --list.")] = None,
@@ -95,11 +92,7 @@ def _list_keys(name: str, kind: Template, as_json: bool) -> None:
         console.say_json({"name": name, "summary": kind.summary, "keys": facts})
         return
     rows = [(each["key"], _shown(each["default"]), each["what"]) for each in facts]
-    if (console.terminal_width() or NARROW) < NARROW:
-        narrow = [(key, what if default == "-" else f"{what} [{default}]") for key, default, what in rows]
-        console.say(*console.table(("key", "what"), narrow))
-    else:
-        console.say(*console.table(("key", "default", "what"), rows))
+    console.say(*console.table(("key", "default", "what"), rows))
 
 
 def _shown(value: Any) -> str:

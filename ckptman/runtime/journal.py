@@ -149,6 +149,13 @@ def previous_path(path: str | os.PathLike[str]) -> Path:
     return Path(path).with_suffix(f".1{Path(path).suffix}")
 
 
+def note(root: Path, event: str, **fields: object) -> None:
+    """Record one event in the journal of a root, durably, from outside of its run."""
+    journal = Journal(journal_path(root))
+    journal.record(event, sync=True, **fields)
+    journal.close()
+
+
 def read_journal(path: str | os.PathLike[str], most_bytes: int | None = None) -> tuple[list[dict[str, Any]], int]:
     """Read the events of a journal and of the file before it, oldest first, and how many torn lines were left out.
 
