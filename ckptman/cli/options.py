@@ -121,6 +121,21 @@ def parse_count(option: str, written: str) -> int:
     return round(number)
 
 
+def parse_numbers(
+    option: str, written: str | None, what: str, example: str, *, least: int = 0, most: float = math.inf
+) -> list[int]:
+    """Parse whole numbers with commas between them; None: none. Raises: ConfigError, unless all are in the range."""
+    if written is None:
+        return []
+    try:
+        numbers = [int(each) for each in written.split(",")]
+    except ValueError:
+        numbers = [least - 1]
+    if not all(least <= each <= most for each in numbers):
+        raise ConfigError(f"{option}: {what} with commas between them, such as {example}, not {written!r}")
+    return numbers
+
+
 def check_threads(verb: str, threads: int | None) -> None:
     """Check the value of `--threads`. Raises: ConfigError."""
     from ckptman.policies.parameters import check_count
@@ -195,13 +210,8 @@ def parse_retention(given: Mapping[str, Any]) -> RetentionPolicy | None:
     if given["keep_within"] is not None:
         rules.append(KeepWithin(parse_seconds("--keep-within", given["keep_within"], needs_unit=True)))
     rules += counted(keep_hourly=KeepHourly, keep_daily=KeepDaily, keep_weekly=KeepWeekly, keep_monthly=KeepMonthly)
-    if (steps := given["keep_steps"]) is not None:
-        try:
-            rules.append(KeepSteps(*map(int, steps.split(","))))
-        except ValueError:
-            raise ConfigError(
-                f"--keep-steps: steps with commas between them, such as 1000,5000, not {steps!r}"
-            ) from None
+    if steps := parse_numbers("--keep-steps", given["keep_steps"], "steps", "1000,5000"):
+        rules.append(KeepSteps(*steps))
     kept = reduce(or_, rules) if rules else None
     if given["max_bytes"] is None:
         return kept

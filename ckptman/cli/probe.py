@@ -11,7 +11,7 @@ import typer
 from ckptman.cli import console
 from ckptman.cli.console import ending_cleanly, status_line
 from ckptman.cli.help import Group, Verb
-from ckptman.cli.options import AsJson, option, path_argument
+from ckptman.cli.options import AsJson, option, parse_numbers, path_argument
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError
 from ckptman.forecast.data_rate import Judgement, Need, judge, rate_text
 from ckptman.policies.parameters import check_count, check_positive
@@ -83,7 +83,8 @@ def probe_loader(
     check_count("probe loader", "--batch-size", batch_size)
     check_count("probe loader", "--batches-per-step", batches_per_step)
     check_count("probe loader", "--ranks-per-node", ranks_per_node)
-    numbers = None if workers is None else _parse_workers(workers)
+    asked = f"numbers from 0 to {MOST_WORKERS}"
+    numbers = parse_numbers("--workers", workers, asked, "0,2,8", most=MOST_WORKERS) or None
     for each in data or ():
         if not Path(each).exists():
             raise NotFoundError(f"--data: there is no {each}: name files or folders of the data")
@@ -126,18 +127,6 @@ def probe_loader(
         raise found.problem
     if judgement is not None and judgement.verdict == "starves":
         raise CkptmanError(judgement.text.removesuffix("."))
-
-
-def _parse_workers(written: str) -> list[int]:
-    try:
-        numbers = [int(each) for each in written.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 0 or max(numbers) > MOST_WORKERS:
-        raise ConfigError(
-            f"--workers: numbers from 0 to {MOST_WORKERS} with commas between them, such as 0,2,8, not {written!r}"
-        )
-    return numbers
 
 
 def _steps_per_second(root: str | None, given: float | None) -> float | None:

@@ -197,7 +197,8 @@ def _reactions(given: Sequence[str]) -> dict[str, Reaction]:
             try:
                 text = Path(each[1:]).read_text()
             except (OSError, UnicodeDecodeError) as error:
-                why = f"--on {each}: the file cannot be read ({error}): give one CAUSE=REACTION a line"
+                cause = getattr(error, "strerror", None) or error
+                why = f"--on {each}: the file cannot be read ({cause}): give one CAUSE=REACTION a line"
                 raise ConfigError(why) from None
             lines += [line.partition("#")[0].strip() for line in text.splitlines()]
         else:

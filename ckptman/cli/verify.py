@@ -14,7 +14,7 @@ import typer
 
 from ckptman.cli import console
 from ckptman.cli.console import progress
-from ckptman.cli.options import AsJson, check_threads, flag, option, parse_rate
+from ckptman.cli.options import AsJson, check_threads, flag, option, parse_numbers, parse_rate
 from ckptman.cli.select import PathOrRoot, Step, choose
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, NotFoundError, RootError
 from ckptman.storage.catalog.reader_lease import GoneError, held
@@ -77,7 +77,9 @@ def verify(
     10: it could not be read.
     """
     check_threads("verify", threads)
-    sizes, shape = parse_world_sizes(world_size), parse_mesh(mesh)
+    what = f"numbers of processes from 1 to {MOST_RANKS:,}"
+    sizes = list(dict.fromkeys(parse_numbers("--world-size", world_size, what, "1,2,4", least=1, most=MOST_RANKS)))
+    shape = parse_mesh(mesh)
     if plan_only:
         if not sizes and shape is None:
             raise ConfigError("--plan-only: say onto how many ranks, such as --world-size 1024,4096")
@@ -153,20 +155,6 @@ def _wanted(path: Path, step: int | None, every: bool) -> tuple[list[Entry], lis
         if not others:
             raise
         return [], others if every else others[-1:]
-
-
-def parse_world_sizes(written: str | None) -> list[int]:
-    """Parse `1,2,4` into distinct numbers. Raises: ConfigError."""
-    try:
-        sizes = [int(part) for part in written.split(",")] if written is not None else []
-    except ValueError:
-        sizes = [0]
-    if any(not 1 <= size <= MOST_RANKS for size in sizes):
-        raise ConfigError(
-            f"--world-size: numbers of processes with commas between them, such as 1,2,4, each no more than "
-            f"{MOST_RANKS:,}, not {written!r}"
-        )
-    return list(dict.fromkeys(sizes))
 
 
 def parse_mesh(written: str | None) -> tuple[int, ...] | None:

@@ -88,24 +88,6 @@ def test_what_failed_is_one_line_with_its_consequence(tmp_path, ends, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["DIR", "--second-client", " "], "--second-client: name a command that starts a process on another node"),
-        (["DIR", "--second-client", "ssh 'n2"], "is not a command (No closing quotation)"),
-        (["DIR", "--second-client", "false"], "--second-client: false ended with exit code 1: name a command"),
-        (["DIR", "--second-client", "ssh n2", "--timeout", "29"], "--timeout: at least 30 s with --second-client"),
-        (["--second-client", "ssh n2"], "--second-client looks at a DIR: name one"),
-    ],
-)
-def test_a_second_client_that_cannot_be_is_wrong_usage(arguments, told, tmp_path, ends):
-    printed = ends(
-        2, "doctor", *(tmp_path if each == "DIR" else each for each in arguments), *QUICK[: 2 * ("DIR" in arguments)]
-    )
-    assert told in printed.err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_link_to_a_folder_and_a_name_with_escapes(tmp_path, ends):
     folder = tmp_path / "e\x1b[2J"
     folder.mkdir()

@@ -19,6 +19,15 @@ PLAN = "plan --params 7B"
 PROBE = "probe loader program.py:make_loader"
 DOCTOR = "doctor empty"
 SIMULATE = "simulate --mtbf 8h --runs 1"
+RULES = ("--keep-last 1", "--leftovers")
+NO_ROOTS = [
+    ("''", 2, "is a variable not set?"),
+    (f"good/{STEP}", 2, "is one checkpoint, not a root"),
+    ("nowhere", 3, "there is no checkpoint root"),
+    ("fil*", 3, "no folder matches"),
+    ("file", 10, "is a file"),
+    ("foreign", 2, "is not a root of checkpoints"),
+]
 
 REFUSALS = [
     # ---- any verb
@@ -95,6 +104,28 @@ REFUSALS = [
     ("prune good --keep-best lost", 2, "good: no checkpoint has the metric 'lost'; they have loss"),
     ("prune good --keep-best loss:2:mxa", 2, "has the metric 'loss:2:mxa'; they have loss"),
     ("prune good --keep-best dead", 2, "the metric 'dead' is a finite number in no checkpoint"),
+    ("prune good --keep-best loss --keep-best loss:2:max", 2, "both the lowest and the highest"),
+    ("prune good --keep-within soon", 2, "--keep-within: a time"),
+    ("prune good --keep-within 7", 2, "7 has no unit: say it in min, h, d or w"),
+    ("prune good --keep-within 6M", 2, "6M may be minutes or months"),
+    ("prune good --keep-within '1d 12m'", 2, "1d 12m may be minutes or months"),
+    ("prune good --keep-steps 1,x", 2, "--keep-steps: steps with commas"),
+    ("prune good --keep-steps ''", 2, "--keep-steps: steps with commas"),
+    ("prune three --keep-steps 15,99999", 2, "keep none of 3 checkpoints (KeepSteps(15, 99999)). Nothing is deleted"),
+    ("prune three --keep-every 1000000", 2, "(KeepEvery(steps=1000000))"),
+    ("prune three --keep-every 1000 --keep-steps 7", 2, "(KeepEvery(steps=1000) | KeepSteps(7))"),
+    ("prune good --max-bytes 70", 2, "has no unit"),
+    ("prune good --max-percent 101", 2, "percent must be at most 100"),
+    ("prune good --leftovers --keep-last 3", 2, "rules for them contradict it"),
+    ("prune good --keep-last 1 --jobs 0", 2, "--jobs must be"),
+    ("prune good --keep-last 1 --jobs 10000", 2, "--jobs: at most"),
+    ("prune good --keep-last 1 --files-per-second 0", 2, "--files-per-second must be"),
+    ("prune good", 2, "so there are no rules: say what to keep, with options such as --keep-last 3"),
+    *((f"prune {root} {rule}", code, words) for root, code, words in NO_ROOTS for rule in RULES),
+    ("pin good --step 8 --why x", 3, "no checkpoint of step 8"),
+    ("pin good --why '  '", 2, "a pin needs a reason"),
+    (f"pin good --why {1001 * 'x'}", 2, "has at most 1000 characters, not 1001"),
+    ("pin nowhere --why x", 3, "nowhere"),
     ("memory flush good --timeout 0", 2, "--timeout"),
     ("memory flush good --nodes 0", 2, "--nodes"),
     ("memory clear", 2, "--all-dead"),
@@ -102,6 +133,11 @@ REFUSALS = [
     ("submit", 2, "Missing argument"),
     ("submit --scheduler slurm -- true", 3, "--scheduler local"),
     ("submit --scheduler pbs -- true", 2, "known: slurm, local"),
+    ("submit --scheduler local --notify ' ' -- true", 2, "--notify is empty: give a command"),
+    ("submit --notify ' ' train.sbatch", 2, "--notify is empty: give a command"),
+    ("submit --on exit=later x", 2, "'later' is not a reaction"),
+    ("submit --on quit=hold x", 2, "no cause 'quit'"),
+    ("submit --on @gone x", 2, "--on @gone: the file cannot be read"),
     ("submit --scheduler local --crash-limit 0 -- true", 2, "--crash-limit"),
     ("submit --scheduler local --max-attempts -1 -- true", 2, "--max-attempts"),
     ("export good out --max-shard-size 5", 2, "has no unit"),
@@ -153,6 +189,11 @@ REFUSALS = [
     (f"{DOCTOR} --against ''", 2, "--against: '' is not a size"),
     (f"{DOCTOR} --timeout 0", 2, "--timeout must be a finite number above 0"),
     (f"{DOCTOR} --timeout 1e10", 2, "--timeout: a day at most (86400 s), not 1e+10"),
+    (f"{DOCTOR} --second-client ' '", 2, "--second-client: name a command that starts a process on another node"),
+    (f'{DOCTOR} --second-client "ssh \'n2"', 2, "is not a command (No closing quotation)"),
+    (f"{DOCTOR} --second-client false", 2, "--second-client: false ended with exit code 1: name a command"),
+    (f"{DOCTOR} --second-client 'ssh n2' --timeout 29", 2, "--timeout: at least 30 s with --second-client"),
+    ("doctor --second-client 'ssh n2'", 2, "--second-client looks at a DIR: name one"),
     # ---- plan
     ("plan", 2, "name one of --params"),
     (f"{PLAN} --model a:b", 2, "--params and --model are given"),
@@ -208,7 +249,11 @@ REFUSALS = [
     (f"{SIMULATE} --survived 1.5", 2, "--survived: a share from 0 to 1"),
     (f"{SIMULATE} --memory-interval 0", 2, "--memory-interval: a time above 0"),
     (f"{SIMULATE} --restart-in-place no", 2, "--restart-in-place: a time above 0"),
-    # ---- status, report, probe
+    # ---- status, report, ask, probe
+    ("ask nowhere save", 3, "there is no checkpoint root"),
+    ("ask good rest", 2, "save, stop or hold, not 'rest'"),
+    ("ask good save --timeout soon", 2, "--timeout"),
+    ("ask s3://bucket/run save", 2, "object store"),
     ("status nowhere", 3, "nowhere"),
     ("report nowhere", 3, "nowhere"),
     ("probe loader", 2, "Missing argument 'MODULE:FUNCTION'"),
@@ -237,6 +282,8 @@ def scene(tmp_path_factory):
     commit(folder / "good", 9, metrics={"loss": 1.0, "dead": float("nan")}, values={"epoch": 3})
     commit(folder / "runs/first/checkpoints", 10)
     commit(folder / "mixed", 8)
+    for step in (1, 2, 3):
+        commit(folder / "three", step)
     for name in ("future", "mixed"):
         manifest = commit(folder / name, 9).path / "manifest.json"
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format_version": 99, "colour": "red"}))
@@ -248,6 +295,9 @@ def scene(tmp_path_factory):
     for name in ("dcp", "titan/step-500", "titan/step-1000"):
         (folder / name).mkdir(parents=True)
         (folder / name / ".metadata").touch()
+    for name in ("step-7", "step-00000001000", "STEP-0000000100", "step-0000000100.bak", "epoch-3"):
+        (folder / "foreign" / name).mkdir(parents=True)
+        (folder / "foreign" / name / "model.pt").touch()
     (folder / "young").mkdir()
     journal = Journal(folder / "young" / ".ckptman" / "journal.jsonl")
     journal.record("first_step", attempt=1, step=1)

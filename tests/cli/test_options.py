@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckptman.cli.options import parse_count, parse_keep_best, parse_rate, parse_seconds, parse_size
+from ckptman.cli.options import parse_count, parse_keep_best, parse_numbers, parse_rate, parse_seconds, parse_size
 from ckptman.errors import ConfigError
 from ckptman.policies.retention import KeepBest
 
@@ -64,6 +64,13 @@ def test_counts():
     assert [parse_count("--x", each) for each in ("9e9", "7B", "350M", "1.5t", "8192", "64k")] == [
         *(9_000_000_000, 7_000_000_000, 350_000_000, 1_500_000_000_000, 8192, 64_000)
     ]
+
+
+def test_numbers():
+    assert parse_numbers("--x", "1, 2,4,2", "numbers", "1,2", most=4) == [1, 2, 4, 2]
+    for written in ("", "1,", "1,two", "-1", "5", "1.5"):
+        with pytest.raises(ConfigError, match="--x: numbers with commas between them, such as 1,2, not"):
+            parse_numbers("--x", written, "numbers", "1,2", most=4)
 
 
 @pytest.mark.parametrize(

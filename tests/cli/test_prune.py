@@ -123,38 +123,6 @@ def test_a_dry_run_is_the_same_plan_and_touches_nothing(messy, pruned):
     assert dry == real
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--keep-last", "0"], "0 never means all"),
-        (["--keep-within", "soon"], "--keep-within: a time"),
-        (["--keep-within", "7"], "7 has no unit: say it in min, h, d or w"),
-        (["--keep-within", "6M"], "6M may be minutes or months"),
-        (["--keep-within", "1d 12m"], "1d 12m may be minutes or months"),
-        (["--keep-steps", "1,x"], "--keep-steps: steps with commas"),
-        (["--keep-steps", ""], "--keep-steps: steps with commas"),
-        (["--max-bytes", "70"], "has no unit"),
-        (["--max-percent", "101"], "percent must be at most 100"),
-        (["--keep-best", "loss", "--keep-best", "loss:2:max"], "both the lowest and the highest"),
-        (["--keep-best", "los"], "has the metric 'los'; they have loss"),
-        (["--keep-best", "nan"], "the metric 'nan' is a finite number in no checkpoint"),
-        (["--keep-steps", "15,99999"], "keep none of 3 checkpoints (KeepSteps(15, 99999)). Nothing is deleted"),
-        (["--keep-every", "1000000"], "keep none of 3 checkpoints (KeepEvery(steps=1000000))"),
-        (["--keep-every", "1000", "--keep-steps", "7"], "(KeepEvery(steps=1000) | KeepSteps(7))"),
-        (["--leftovers", "--keep-last", "3"], "rules for them contradict it"),
-        (["--keep-last", "1", "--jobs", "0"], "--jobs must be"),
-        (["--keep-last", "1", "--jobs", "10000"], "--jobs: at most"),
-        (["--keep-last", "1", "--files-per-second", "0"], "--files-per-second must be"),
-        ([], "so there are no rules: say what to keep, with options such as --keep-last 3"),
-    ],
-)
-def test_options_that_cannot_be_meant(options, text, root, prune):
-    code, _, err = prune(root, *options)
-    assert code == 2
-    assert text in err
-    assert kept(root) == [100, 200, 300]
-
-
 def test_what_is_read_or_over_the_limit_stays_and_that_is_said(root, prune, pruned):
     with lease(root, [step_folder(100)], what="verify"):
         _, out, _ = prune(root, "--keep-last", "1")
@@ -271,31 +239,6 @@ def test_what_cannot_be_pruned_keeps_nothing_else_from_it(roots):
     assert "Permission denied" in second["error"]
     assert [kept(root) for root in roots] == [[100, 300], [100, 200, 300], [300]]
     assert {path.name: path.read_bytes() for path in stuck.iterdir()} == before
-
-
-@pytest.mark.parametrize(
-    ("given", "code", "text"),
-    [
-        ("", 2, "is a variable not set?"),
-        ("root/step-0000000100", 2, "is one checkpoint, not a root"),
-        ("nowhere", 3, "there is no checkpoint root"),
-        ("fil*", 3, "no folder matches"),
-        ("file", 10, "is a file"),
-        ("foreign", 2, "is not a root of checkpoints"),
-    ],
-)
-def test_what_is_no_root_is_refused(given, code, text, root, tmp_path, prune, monkeypatch):
-    monkeypatch.chdir(root)
-    (tmp_path / "file").touch()
-    for name in ("step-7", "step-00000001000", "STEP-0000000100", "step-0000000100.bak", "epoch-3"):
-        (tmp_path / "foreign" / name).mkdir(parents=True)
-        (tmp_path / "foreign" / name / "model.pt").touch()
-    before = sorted(tmp_path.rglob("*"))
-    for option in (["--keep-last", "1"], ["--leftovers"]):
-        ended, _, err = prune(tmp_path / given if given else "", *option)
-        assert ended == code
-        assert text in err
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_names_of_roots_and_the_shape_of_the_json(root, tmp_path, prune, pruned, monkeypatch):
@@ -424,22 +367,11 @@ def test_pins_of_a_root_by_step(root, tmp_path, capsys):
     assert read_pin(aside) is not None, "a pinned step that was saved again is still there"
 
 
-@pytest.mark.parametrize(
-    ("given", "options", "code", "text"),
-    [
-        ("root", ["--step", "150", "--why", "x"], 3, "no checkpoint of step 150"),
-        ("root", ["--why", "  "], 2, "a pin needs a reason"),
-        ("root", ["--why", "x" * 1001], 2, "has at most 1000 characters, not 1001"),
-        ("nowhere", ["--why", "x"], 3, "nowhere"),
-        ("root", ["--step", "200", "--why", "x"], 4, "pin another step"),
-    ],
-)
-def test_what_cannot_be_pinned(given, options, code, text, root, tmp_path, capsys):
-    if code == 4:
-        flip_byte(root / step_folder(200) / "__0_0.distcp")
-        assert main(["verify", str(root), "--step", "200"]) == 4
-    assert main(["pin", str(tmp_path / given), *options]) == code
-    assert text in capsys.readouterr().err
+def test_what_is_known_to_be_damaged_is_not_pinned(root, capsys):
+    flip_byte(root / step_folder(200) / "__0_0.distcp")
+    assert main(["verify", str(root), "--step", "200"]) == 4
+    assert main(["pin", str(root), "--step", "200", "--why", "x"]) == 4
+    assert "pin another step" in capsys.readouterr().err
     assert not list(root.glob(f"*/{PINNED}"))
 
 

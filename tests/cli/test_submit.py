@@ -93,12 +93,6 @@ def test_reactions_are_read_from_a_file_too(tmp_path, monkeypatch, capsys):
     (tmp_path / "rules").write_text("# ours\nexit = hold  # no second try\n\n")
     assert _submit(tmp_path, "1", "--on", "@rules")[0] == 8
     assert "the next one would most likely fail in the same way" in capsys.readouterr().err
-    for given, told in (("exit=later", "'later' is not a reaction"), ("quit=hold", "no cause 'quit'")):
-        (tmp_path / "rules").write_text(given)
-        assert main(["submit", "--on", "@rules", "x"]) == 2
-        assert told in capsys.readouterr().err
-    assert main(["submit", "--on", "@gone", "x"]) == 2
-    assert "--on @gone: the file cannot be read" in capsys.readouterr().err
 
 
 NOTES = 'cat >> "$NOTES"'
@@ -137,9 +131,3 @@ def test_a_notifier_that_fails_is_a_line_and_no_more(tmp_path, capsys):
     told = capsys.readouterr().out
     assert told.count("no-such-notifier") == 1
     assert "--notify failed (exit code 127: " in told
-
-
-@pytest.mark.parametrize("options", [["--scheduler", "local", "--", "true"], ["train.sbatch"]], ids=["local", "slurm"])
-def test_an_empty_notifier_is_refused(options, capsys):
-    assert main(["submit", "--notify", " ", *options]) == 2
-    assert "--notify is empty: give a command" in capsys.readouterr().err

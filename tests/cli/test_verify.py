@@ -13,7 +13,7 @@ import pytest
 
 from ckptman import __version__
 from ckptman.cli.app import main
-from ckptman.cli.verify import parse_mesh, parse_world_sizes
+from ckptman.cli.verify import parse_mesh
 from ckptman.errors import CkptmanError, CorruptError
 from ckptman.storage.catalog import catalog as catalogue
 from ckptman.storage.catalog.catalog import Catalog
@@ -489,6 +489,5 @@ def test_what_may_not_be_read_is_not_damaged_and_hides_no_damage(tmp_path, monke
     assert (bool(note.damaged), note.every_byte) == (True, False)
 
 
-def test_world_sizes_and_meshes_as_they_are_written():
-    assert (parse_world_sizes(None), parse_world_sizes("1, 2,4,2")) == ([], [1, 2, 4])
+def test_meshes_as_they_are_written():
     assert (parse_mesh(None), parse_mesh("2x4")) == (None, (2, 4))
