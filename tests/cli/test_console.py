@@ -1,15 +1,18 @@
-"""Tables on terminals of any width, and where there is none; sizes and ages."""
+"""Tables on terminals of any width, and where there is none; sizes and ages; signals that end a command."""
 
 import json
 import math
+import os
+import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from ckptman.cli import console
-from ckptman.cli.console import age, size, table
+from ckptman.cli.console import age, ending_cleanly, size, table
 from ckptman.errors import plain
 
 HEADERS = ("step", "root", "size", "state")
@@ -95,3 +98,24 @@ def test_ages(seconds, text):
 
 def test_plain_leaves_text_of_all_languages_as_it_is():
     assert plain("épo­que 損失 [bold]") == "épo­que 損失 [bold]"
+
+
+class Finalized:
+    """Gets a signal while it is finalized, where Python drops exceptions."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __del__(self):
+        os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(
+    ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit)]
+)
+def test_a_signal_in_a_finalizer_is_not_lost(number, ends):
+    with pytest.raises(ends), ending_cleanly():
+        Finalized(number)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            time.sleep(0.01)

@@ -436,14 +436,3 @@ def test_the_largest_come_first_and_the_rest_is_counted(tmp_path, diff):
     told = diff.told
     assert "more:" not in told
     assert all(f"  w{n:02} " in told for n in range(1, 30))
-
-
-def test_names_and_values_cannot_control_the_terminal(tmp_path, diff):
-    name = "evil\x1b[2J\u202ename"
-    before = {name: torch.ones(2), "values": {name: "\x1b]0;title\x07", "b": b"\x1b"}}
-    after = {name: torch.zeros(2), "values": {name: "\x1b[31m", "b": b"\x1b\x1b"}}
-    assert diff(*pair(tmp_path / "x\x1by", before, after)) == 1
-    assert name in diff.kinds()
-    told = diff.told
-    assert not {"\x1b", "\u202e", "\x07"} & set(told)
-    assert "evil\\x1b[2J\\u202ename" in told

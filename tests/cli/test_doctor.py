@@ -88,16 +88,6 @@ def test_what_failed_is_one_line_with_its_consequence(tmp_path, ends, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_to_a_folder_and_a_name_with_escapes(tmp_path, ends):
-    folder = tmp_path / "e\x1b[2J"
-    folder.mkdir()
-    (folder / ".ckptman-doctor-\x1b[2J").mkdir()
-    (tmp_path / "link").symlink_to(folder)
-    told = ends(0, "doctor", tmp_path / "link", *QUICK)
-    assert "\x1b" not in told.out + told.err
-    assert "\\x1b[2J" in told.out
-
-
 def test_against_a_checkpoint_a_root_and_one_of_plain_dcp(tmp_path, ends):
     commit(tmp_path / "root", 1)
     entry = commit(tmp_path / "root", 2, rows=4096)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from ckptman.cli.app import main
+from ckptman.cli.help import REMOVED
 from ckptman.runtime.journal import Journal
 from ckptman.storage.catalog.verified import VERIFIED
 from tests.helpers.checkpoints import commit, flip_byte
@@ -38,6 +39,7 @@ REFUSALS = [
     ("prune . --keep-last", 2, "--keep-last"),
     ("show . --step many", 2, "--step"),
     ("chain wat", 2, "wat"),
+    *((f"{verb} {option}", 2, f"{option} was removed: {instead}") for (verb, option), instead in REMOVED.items()),
     # ---- no root, no checkpoint, no step
     ("list nowhere", 3, "there is no checkpoint root"),
     ("show nowhere", 3, "there is no checkpoint root"),
@@ -203,6 +205,7 @@ REFUSALS = [
     (f"{PLAN} --nodes {HUGE}", 2, "more than any machine has"),
     (f"{PLAN} --nodes 99999 --gpus 9", 2, "899,991 GPUs are more than any machine has: at most 200,000"),
     (f"{PLAN} --gpu-memory 80GB", 2, "--gpu-memory was removed: ckptman plan no longer estimates GPU memory"),
+    (f"{PLAN} --gpu-memory=80GB", 2, "--gpu-memory was removed"),
     (f"{PLAN} --dtype int3", 2, "one of float64, float32"),
     (f"{PLAN} --moments -1", 2, "0 or more"),
     (f"{PLAN} --moments 101", 2, "(AdamW has 2), at most 100, not 101"),

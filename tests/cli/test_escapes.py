@@ -1,5 +1,6 @@
 """What came from a checkpoint reaches no terminal as it is: not in an error, not in a warning, not in a traceback."""
 
+import os
 import pickle
 
 import pytest
@@ -9,11 +10,11 @@ import ckptman
 from ckptman import errors
 from ckptman.cli.app import main
 from ckptman.storage.format.index import Index, Unit, read_index
-from ckptman.storage.format.manifest import read_manifest
-from ckptman.storage.format.paths import INDEX
+from ckptman.storage.format.manifest import Mesh, read_manifest
+from ckptman.storage.format.paths import INDEX, step_folder
 from ckptman.train.__main__ import main as train
 from tests.engine.loading.test_damage import forge
-from tests.helpers.checkpoints import commit
+from tests.helpers.checkpoints import commit, flip_byte
 
 EVIL = "w\x1b]0;PWNED\x07\x1b[2J\u202e\nError: all is well"
 SHOWN = r"w\x1b]0;PWNED\x07\x1b[2J\u202e\nError: all is well"
@@ -79,6 +80,42 @@ def test_a_warning_of_restore_is_escaped_and_names_the_line_that_called_it(tmp_p
     (told,) = seen
     assert SHOWN in str(told.message)
     assert told.filename == __file__
+
+
+COMMANDS = [
+    *((0, "list RUN"), (0, "list RUN STATE"), (0, "list BYTES"), (0, "show RUN"), (0, "verify RUN"), (4, "verify BAD")),
+    *((0, "prune RUN BAD --keep-last 1 --dry-run"), (0, "rollback RUN --to-step 1 --dry-run"), (0, "status RUN")),
+    *((0, "copy RUN COPY"), (0, "drain RUN --to COPY"), (0, "doctor LINK --size 1MiB"), (0, "pin RUN --why EVIL")),
+    *((0, "export STATE OUT --format torch"), (2, "export STATE NEW --only EVIL")),
+    *((0, "show STATE"), (1, "diff STATE --steps 1,2")),
+]
+
+
+@pytest.fixture(scope="module")
+def evil(tmp_path_factory):
+    """Roots in which nothing has a name that is safe to print."""
+    folder = tmp_path_factory.mktemp("evil") / "r\x1b[2J"
+    names = {each: folder / each for each in ("RUN", "STATE", "COPY", "OUT", "NEW", "BAD", "LINK")}
+    names |= {"EVIL": EVIL, "BYTES": folder / os.fsdecode(b"\xff")}
+    mesh = Mesh(names=(EVIL,), shape=(2,))
+    for step in (1, 2):
+        entry = commit(names["RUN"], step, metrics={EVIL: 1.0}, values={EVIL: EVIL}, mesh=mesh)
+        state = {"model": {EVIL: torch.full((2,), float(step))}, "values": {EVIL: f"{EVIL}{step}"}}
+        ckptman.save(state, names["STATE"] / step_folder(step))
+    (entry.path / EVIL).touch()
+    flip_byte(commit(names["BAD"], 1).path / "__0_0.distcp")
+    names["BYTES"].mkdir()
+    names["LINK"].symlink_to(names["RUN"])
+    (names["RUN"] / f".ckptman-doctor-{EVIL}").mkdir()
+    return names
+
+
+@pytest.mark.parametrize(("code", "command"), COMMANDS)
+def test_no_verb_lets_a_name_or_a_text_command_a_terminal(code, command, evil, ends):
+    said = "".join(ends(code, *(evil.get(each, each) for each in command.split())))
+    assert all(each.isprintable() or each == "\n" for each in said)
+    assert r"\x1b" in said
+    assert not any(line.startswith("Error: all") for line in said.splitlines())
 
 
 def test_no_name_forges_a_line_of_its_own(tmp_path, capsys):

@@ -52,15 +52,6 @@ def test_damage_is_4_and_names_the_tensor(root, tmp_path, ends):
     assert not list(tmp_path.glob("out*"))
 
 
-def test_names_that_a_terminal_would_obey_are_escaped(tmp_path, ends):
-    dcp.save({"a\x1b[2J": torch.ones(2), "b": torch.ones(2, dtype=torch.complex128)}, checkpoint_id=tmp_path / "step-1")
-    export = ["export", tmp_path / "step-1"]
-    wrong = ([], ["--rename", "b=c"], ["--tied", "x=a\x1b"], ["--only", "\x1b"])
-    told = [ends(2, *export, tmp_path / "out", *options) for options in wrong]
-    told += [ends(0, *export, tmp_path / "o\x1but", "--format", "torch"), ends(0, "adopt", tmp_path / "step-1")]
-    assert not any("\x1b" in each.out + each.err for each in told)
-
-
 def lie(folder, shape):
     """Let a description claim another shape of a tensor than there are bytes for."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
