@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -141,20 +140,15 @@ def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
 
 def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError | None]:
     """Prune one root, say what was done, and return it as data; and what could not be removed. Raises: CkptmanError."""
-    from ckptman.policies.retention import policy_mistake
     from ckptman.storage.catalog.orphans import Leftover
-    from ckptman.storage.catalog.prune import Pruned, one_at_a_time, plan_prune
-    from ckptman.tools.manage import carry_out, policy_for
+    from ckptman.storage.catalog.prune import Pruned
+    from ckptman.tools.manage import carry_out, planned, policy_for
 
     check_is_root(root)
     policy = None if wishes.leftovers_only else policy_for(root, wishes.policy)
-    with nullcontext() if wishes.dry_run else one_at_a_time(root):
-        plan = plan_prune(root, policy)
-        stored = wishes.policy is None
-        if cause := policy_mistake(policy, [each.record for each in plan.verdicts], time.time(), goes_on=stored):
-            remedy = "say what to keep, with options such as --keep-last 3" if stored else "check the options"
-            whose = "by the rules that the run stored, " if stored else ""
-            raise ConfigError(f"{root}: {whose}{cause}. Nothing is deleted: {remedy}")
+    stored = wishes.policy is None
+    remedy = "say what to keep, with options such as --keep-last 3" if stored else "check the options"
+    with planned(root, policy, dry_run=wishes.dry_run, stored=stored, remedy=remedy) as plan:
         memory = superseded(root)
         left = [Leftover(each.folder, None, "in memory, of a run that is over", each.size_bytes) for each in memory]
         shown = replace(plan, leftovers=[*plan.leftovers, *left])

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -104,10 +104,17 @@ def submit(
     ):
         if value is not None:
             check_count("submit", name, value)
-    reactions = _reactions(on or ())
     from ckptman.jobs.chain_notes import check_notify
 
-    notify = check_notify(notify)
+    for_both: dict[str, Any] = {
+        "crash_limit": crash_limit,
+        "stall_limit": stall_limit,
+        "max_attempts": max_attempts,
+        "progress": tuple(progress or ()),
+        "done": done or "",
+        "on": _reactions(on or ()),
+        "notify": check_notify(notify),
+    }
     now = time.time()
     if scheduler == "local":
         unknown = {
@@ -125,17 +132,8 @@ def submit(
         from ckptman.jobs.chain_record import Wish, new_chain_dir
         from ckptman.jobs.local import run_chain
 
-        wish = Wish(
-            crash_limit=crash_limit,
-            max_attempts=max_attempts,
-            stall_limit=stall_limit,
-            progress=tuple(progress or ()),
-            done=done or "",
-            on=reactions,
-            notify=notify,
-        )
-        code = run_chain(command, chain_dir or new_chain_dir(now), _tell, wish)
-        raise typer.Exit(code)
+        folder = chain_dir or new_chain_dir(now)
+        raise typer.Exit(run_chain(command, folder, _tell, Wish(**for_both)))
     if scheduler != "slurm":
         raise ConfigError(f"there is no scheduler {scheduler!r}; known: slurm, local")
     if requeue and upfront:
@@ -147,19 +145,13 @@ def submit(
         arguments=tuple(command[1:]),
         first_arguments=tuple(first or ()),
         options=tuple(sbatch or ()),
-        progress=tuple(progress or ()),
-        done=done or "",
-        on=reactions,
         exit_zero=exit_zero,
-        notify=notify,
         mode="requeue" if requeue else "upfront" if upfront else "successor",
         upfront=upfront or 1,
-        crash_limit=crash_limit,
-        stall_limit=stall_limit,
-        max_attempts=max_attempts,
         max_walltime_seconds=None if max_walltime is None else parse_seconds("--max-walltime", max_walltime),
         until_seconds=_date(until, now),
         another=another,
+        **for_both,
     )
     made = prepare(submission, chain_dir, os.environ, now)
     for note in made[0].remarks:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,10 +93,8 @@ def prune(
     if rules is not None and not isinstance(rules, RetentionPolicy):
         raise ConfigError(f"keep is a policy such as KeepLast(3), a number of checkpoints, or None, not {keep!r}")
     policy = policy_for(folder, rules)
-    with nullcontext() if dry_run else one_at_a_time(folder):
-        plan = plan_prune(folder, policy)
-        if cause := policy_mistake(policy, [each.record for each in plan.verdicts], time.time(), goes_on=keep is None):
-            raise ConfigError(f"{folder}: {cause}. Nothing is deleted: say what to keep, such as KeepLast(3)")
+    remedy = "say what to keep, such as KeepLast(3)"
+    with planned(folder, policy, dry_run=dry_run, stored=keep is None, remedy=remedy) as plan:
         pruned = Pruned()
         if not dry_run and (failed := carry_out(folder, plan, pruned, files_per_second=files_per_second)) is not None:
             raise failed
@@ -115,6 +113,22 @@ def prune(
         freed_bytes=plan.freed_bytes if dry_run else pruned.freed_bytes,
         dry_run=dry_run,
     )
+
+
+@contextmanager
+def planned(
+    root: Path, policy: RetentionPolicy | None, *, dry_run: bool, stored: bool, remedy: str
+) -> Iterator[PrunePlan]:
+    """Yield the plan of a prune, and keep other prunes out of the root. `stored`: the rules are those of the run.
+
+    Raises: ConfigError, with the remedy, if the rules cannot be meant.
+    """
+    with nullcontext() if dry_run else one_at_a_time(root):
+        plan = plan_prune(root, policy)
+        if cause := policy_mistake(policy, [each.record for each in plan.verdicts], time.time(), goes_on=stored):
+            whose = "by the rules that the run stored, " if stored else ""
+            raise ConfigError(f"{root}: {whose}{cause}. Nothing is deleted: {remedy}")
+        yield plan
 
 
 def _root(root: str | os.PathLike[str]) -> Path:

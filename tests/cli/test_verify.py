@@ -91,6 +91,7 @@ def loads(monkeypatch):
     [
         ("equal", "  replicas  what several ranks held was the same on all of them, as their run saw"),
         ("differ", "  replicas  ranks differed in what they should have alike, and parts of each were saved"),
+        (None, "  replicas  whether ranks held the same where one of them saved for all: nobody compared it"),
     ],
 )
 def test_it_says_what_a_run_saw_of_its_replicas(tmp_path, ends, found, line):
