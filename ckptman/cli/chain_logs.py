@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 POLL_SECONDS, QUIET_SECONDS = 1.0, 60.0
 """How often a log is looked at, and after how long without a word a chain that ended is left though its last attempt
 did not say how it ended."""
-BLOCK_BYTES, LONGEST_LINE_BYTES = 1024 * 1024, 64 * 1024
-LOOKED_BACK = (64 * 1024, 1024 * 1024, 16 * 1024 * 1024)
-"""So many bytes are searched for the last lines: more only where there are too few lines in them."""
+LONGEST_LINE_BYTES = 64 * 1024
+LOOKED_BACK_BYTES = 16 * 1024 * 1024
+"""So much of a log is searched for its last lines."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -151,30 +151,22 @@ class _Log:
     def skip_to_last(self, lines: int) -> None:
         """Leave out all but the last lines of what is there."""
         assert self._file is not None
-        begin, end = self._at, self._end()
-        for size in LOOKED_BACK:
-            start = max(begin, end - size)
-            self._file.seek(start)
-            data = self._file.read(end - start)
-            if start == begin or data.count(b"\n") > lines:
-                break
+        end = self._end()
+        start = max(self._at, end - LOOKED_BACK_BYTES)
+        self._file.seek(start)
+        data = self._file.read(end - start)
         found = data.split(b"\n")
         self._at = end - len(b"\n".join(found[-lines - (not found[-1]) :]))
 
     def read(self) -> list[str]:
         """Return the lines that were completed since the last call."""
-        if self._file is None:
-            return []
         lines: list[str] = []
-        end = self._end()
-        while self._at < end:
+        if self._file is not None and (size := self._end() - self._at) > 0:
             self._file.seek(self._at)
-            block = self._file.read(min(BLOCK_BYTES, end - self._at))
-            if not block:
-                break
+            block = self._file.read(size)
             self._at += len(block)
             *whole, self._left = (self._left + block).split(b"\n")
-            lines += map(_text, whole)
+            lines = list(map(_text, whole))
             if len(self._left) > LONGEST_LINE_BYTES:
                 lines += self.rest()
         return lines

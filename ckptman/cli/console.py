@@ -160,11 +160,11 @@ def table(
             blanks = " " * (widths[each] - _length(row[each]))
             flush = bool(headers) and headers[each] in right.split()
             start += (blanks + row[each] if flush else row[each] + blanks) + "  "
-        folded = _fold(row[shown[-1]], None if room is None else max(LEAST_LAST_COLUMN, room - inner - left))
+        folded = fold(row[shown[-1]], None if room is None else max(LEAST_LAST_COLUMN, room - inner - left))
         lines += [(start + folded[0]).rstrip(), *(" " * (inner + left) + each for each in folded[1:])]
     if dropped and room is not None:
         told = f"(no room for {', '.join(dropped)}: in a wider terminal, or with --json)"
-        lines += [" " * indent + each for each in _fold(told, room - indent)]
+        lines += [" " * indent + each for each in fold(told, room - indent)]
     return lines
 
 
@@ -172,10 +172,16 @@ def _length(cell: str) -> int:
     return len(_PAINT.sub("", cell))
 
 
-def _fold(cell: str, width: int | None) -> list[str]:
+def fold(cell: str, width: int | None) -> list[str]:
+    """Return the lines of a text that may take so many columns; None: any number."""
     if width is None or _length(cell) <= width:
         return [cell]
     return textwrap.wrap(cell, width, break_on_hyphens=False, break_long_words=False) or [""]
+
+
+def cut(text: str, width: int) -> str:
+    """Return text that takes no more than so many columns."""
+    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def age(seconds: float) -> str:

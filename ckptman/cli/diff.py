@@ -211,7 +211,7 @@ def _tensor_row(tensor: TensorDiff) -> tuple[str, ...]:
         if found.unmeasured:
             remarks.append(f"{found.unmeasured:,} not finite")
     if tensor.note:
-        remarks.append(f"only its bytes were compared: {_cut(tensor.note, NOTE_WIDTH)}")
+        remarks.append(f"only its bytes were compared: {console.cut(tensor.note, NOTE_WIDTH)}")
     return (
         tensor.name,
         WORDS.get(tensor.kind, tensor.kind),
@@ -231,8 +231,4 @@ def _value_row(value: ValueDiff) -> tuple[str, ...]:
     if max(len(before), len(after)) > VALUE_WIDTH < shared + VALUE_WIDTH // 2:
         start = max(shared - VALUE_WIDTH // 3, 0)
         before, after = (f"...{each[start:]}" if start else each for each in (before, after))
-    return value.name, _cut(before, VALUE_WIDTH), _cut(after, VALUE_WIDTH)
-
-
-def _cut(written: str, width: int) -> str:
-    return written if len(written) <= width else f"{written[: width - 3]}..."
+    return value.name, console.cut(before, VALUE_WIDTH), console.cut(after, VALUE_WIDTH)

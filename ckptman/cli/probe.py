@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -186,4 +185,4 @@ def _say(found: Probed, notes: list[str], judgement: Judgement | None) -> None:
         notes = [*notes, judgement.text]
     width = max(40, min(_MOST_LINE, console.terminal_width() or 80))
     for each in notes:
-        console.say(*textwrap.wrap(each, width, break_on_hyphens=False, break_long_words=False))
+        console.say(*console.fold(each, width))

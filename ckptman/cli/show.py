@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 Box = tuple[Sequence[int], Sequence[int]]
 """Offsets and sizes of a chunk, in elements."""
 
-VALUES_SHOWN = 12
-"""Plain values shown of one object: an optimizer has a dozen for each parameter."""
+VALUE_WIDTH, VALUES_SHOWN = 88, 12
+"""Columns of a plain value, and values shown of one object: an optimizer has a dozen for each parameter."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,12 @@ def _tensor_lines(tensors: list[TensorFacts]) -> list[str]:
     return ["", title, *console.table(("name", "shape", "dtype", "sharding", "size"), rows, indent=2)] if rows else []
 
 
-def short(value: object, limit: int = 88) -> str:
+def short(value: object) -> str:
     """A plain value on one line, cut where it gets long."""
     try:
-        written = repr(value)
+        return console.cut(repr(value), VALUE_WIDTH)
     except ValueError:  # Python writes no number of more than 4,300 digits
         return "(a number too long to show)"
-    return written if len(written) <= limit else f"{written[: limit - 3]}..."
 
 
 def _when(seconds: float, now: float) -> str:

@@ -275,7 +275,8 @@ def _run_lines(found: RunReport) -> list[str]:
             duration_text(each.ended - each.begun),
             duration_text(each.seconds["training"]),
             duration_text(each.seconds["repeated"]),
-            _cropped(f"{each.ending}: {each.reason}" if each.reason else each.ending),
+            # A reason may be the text of any error; --json has all of it.
+            console.cut(f"{each.ending}: {each.reason}" if each.reason else each.ending, MOST_REASON),
         )
         for each in ledger.attempts[-ATTEMPTS_SHOWN:]
     ]
@@ -285,11 +286,6 @@ def _run_lines(found: RunReport) -> list[str]:
     if len(ledger.attempts) > ATTEMPTS_SHOWN:
         lines.append(f"the last {ATTEMPTS_SHOWN} of {len(ledger.attempts)} attempts; --html and --json have all")
     return [*lines, *(f"note: {note}" for note in ledger.notes)]
-
-
-def _cropped(text: str) -> str:
-    """A reason may be the text of any error; --json has all of it."""
-    return text if len(text) <= MOST_REASON else text[: MOST_REASON - 3] + "..."
 
 
 def _time_table(rows: Sequence[tuple[str, str, float, float]]) -> list[str]:

@@ -99,4 +99,4 @@ def _shown(value: Any) -> str:
     if value in (None, "", (), {}):
         return "-"
     shown = str(value).lower() if isinstance(value, bool) else str(value)
-    return shown if len(shown) <= 40 else f"{shown[:37]}..."
+    return console.cut(shown, 40)
