@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -122,18 +121,6 @@ def test_a_newer_format_is_not_gone_back_behind(root, capsys):
     (newer / "manifest.json").write_text('{"format_version": 99}')
     assert copied() == copied("--all") == 9
     assert steps("backup") == [100, 200, 300]
-
-
-def test_what_plain_dcp_wrote_is_copied_and_what_that_means_is_said(root, ends):
-    Path("plain").mkdir()
-    for name in (".metadata", "__0_0.distcp"):
-        Path("plain", name).write_bytes(b"bytes" * 1000)
-    assert ends(0, "copy", "plain", "backup").out.splitlines() == [
-        "plain: copied, 9.8 KiB in 2 files; every byte read back",
-        "  it has no digests of its own: the copy is held against what was read, not what was saved",
-        "Copied 1 checkpoint, 9.8 KiB, to backup.",
-    ]
-    assert Path("backup/plain/__0_0.distcp").read_bytes() == Path("plain/__0_0.distcp").read_bytes()
 
 
 def test_a_destination_that_keeps_all_in_memory_is_told(root, capsys, monkeypatch):

@@ -48,12 +48,6 @@ def test_a_table_for_people_and_the_same_for_programs(folder, ends):
     assert (found["need"]["steps_per_second"], found["need"]["batches_per_second"]) == (0.01, 0.02)
 
 
-def test_a_loader_that_starves_the_gpus_ends_with_1(ends):
-    told = ends(1, "probe", "loader", "program.py:make_loader", *QUICK, "--steps-per-second", "1e9")
-    assert told.out.splitlines()[1].split()[:2] == ["0", "cold"]
-    assert told.err.startswith("Error: Data will starve the GPUs: without workers")
-
-
 def test_measurements_are_shown_before_the_problem(folder, ends):
     broken = PROGRAM.replace("    return", "    assert not num_workers, 'none today'\n    return")
     (folder / "program.py").write_text(broken)

@@ -8,30 +8,15 @@ from ckptman.cli.show import VALUES_SHOWN, sharding, tensor_facts
 from tests.helpers.checkpoints import commit
 
 
-def test_the_origin_the_tensors_and_the_values_are_shown(tmp_path, ends):
+def test_the_origin_and_how_tensors_were_cut_are_shown(tmp_path, ends):
     commit(tmp_path, 100)
-    values = {"epoch": 3, "data": {"position": 1200, "seen": {1, 2}}, "text": "a" * 200}
-    commit(tmp_path, 200, ranks=4, restored_from=100, metrics={"loss": 0.25}, values=values)
-    out = ends(0, "show", tmp_path).out
-    assert out.startswith(f"Step 200: {tmp_path}/step-0000000200\n")
-    for expected in (
-        "(every 100 steps)",
-        "number 2 of its root",
-        "4, mesh shard 4",
-        "loss=0.25",
-        "run-of-a-test, attempt 1, job 4711",
-        "restored from  step 100",
-        "1 tensor, 128 B",
-        "model.weight  [8, 4]  float32  4 shards along dim 0  128 B",
-        "4 plain values",
-        "epoch          3",
-        "data.position  1200",
-        "data.seen      {1, 2}",
-    ):
-        assert expected in out
-    assert max(map(len, out.splitlines())) < 120
+    commit(tmp_path, 200, ranks=4, restored_from=100, metrics={"loss": 0.25}, values={"data": {"seen": {1, 2}}})
     ends(0, "verify", tmp_path)
-    assert re.search(r"  verified       \d+ s ago\n", ends(0, "show", tmp_path).out)
+    out = ends(0, "show", tmp_path).out
+    shown = ("4, mesh shard 4", "loss=0.25", "run-of-a-test, attempt 1, job 4711", "restored from  step 100")
+    for each in (*shown, "model.weight  [8, 4]  float32  4 shards along dim 0  128 B", "data.seen  {1, 2}"):
+        assert each in out
+    assert re.search(r"  verified       \d+ s ago\n", out)
 
 
 def test_a_step_or_a_folder_of_any_name_can_be_named(tmp_path, ends):

@@ -191,12 +191,6 @@ def test_memory_and_restarts_in_place_are_played_on_the_same_failures(played):
     assert policies["restarts in place"]["goodput"] > 0.97 > 0.9 > policies["derived"]["goodput"]
 
 
-def test_the_table_says_how_memory_is_played(ends):
-    out = ends(0, "simulate", *LARGE, "--runs", "3", "--memory-save", "30s", "--restart-in-place", "2min").out
-    assert "\nwith memory: every 30 s, counts after 30 s; 90 % of the failures restart in 51.4 min\n" in out
-    assert "\nrestarts in place: every 30 s, counts after 30 s; 90 % of the failures restart in 120 s\n" in out
-
-
 def test_a_machine_that_fails_faster_than_it_starts_and_saves_that_cost_nothing(played):
     made = played("--mtbf", "1min", "--restart", "2h", "--length", "1d", "--runs", "2")
     assert by_name(made)["derived"]["goodput"] < 0.01
