@@ -38,6 +38,14 @@ Name = Annotated[
         "[CHAIN]", "Its folder, its name, or the id of one of its jobs (default: the newest one submitted from here)."
     ),
 ]
+_ENDINGS = {"crashed": "crashed", "interrupted": "was interrupted", "stopped": "stopped", "finished": "finished"}
+_REACTIONS = {
+    "again": "no added delay before the next attempt",
+    "elsewhere": "the next attempt does not use the node; no added delay",
+    "wait": "the next attempt starts after a pause: 5 min at first, then longer",
+    "count": "it counts towards the limit of {limit} crashes in a row without a new checkpoint",
+    "hold": "the chain stops: {why}",
+}
 
 
 @chain_app.command("list", cls=Verb)
@@ -271,16 +279,6 @@ def _show_log(attempt: AttemptRecord) -> None:
 
 def _painted(state: str) -> str:
     return console.paint(state, _COLOURS.get(state))
-
-
-_ENDINGS = {"crashed": "crashed", "interrupted": "was interrupted", "stopped": "stopped", "finished": "finished"}
-_REACTIONS = {
-    "again": "no added delay before the next attempt",
-    "elsewhere": "the next attempt does not use the node; no added delay",
-    "wait": "the next attempt starts after a pause: 5 min at first, then longer",
-    "count": "it counts towards the limit of {limit} crashes in a row without a new checkpoint",
-    "hold": "the chain stops: {why}",
-}
 
 
 def explain(chain: Chain, seen: ChainStatus, number: int | None, as_json: bool) -> None:

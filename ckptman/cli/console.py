@@ -33,6 +33,7 @@ _COLOURS = {"red": 31, "green": 32, "yellow": 33}
 _INK = os.urandom(4).hex()
 """Marks the colours of `paint`, so that text from a checkpoint brings none of its own."""
 _PAINT = re.compile(rf"(\x1b{_INK}\[[0-9;]*m)")
+_AGAIN_SECONDS = 0.01
 
 
 def say(*lines: str) -> None:
@@ -230,8 +231,6 @@ def _strict(data: Any) -> Any:
         return {each.name: _strict(getattr(data, each.name)) for each in fields(data)}
     return data
 
-
-_AGAIN_SECONDS = 0.01
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -40,6 +40,8 @@ _WORST_FIRST = (CorruptError, FormatVersionError, RootError, BusyError, ExistsEr
 _LOOKS = 3
 _TIMED_BYTES = 64 * 1024 * 1024
 """The rate of less than this says how long a flush takes, and not how fast a copy is."""
+STUCK_SECONDS = 600.0
+"""How long a drain that follows a run may copy nothing once that is finished."""
 
 
 def copy(
@@ -235,10 +237,6 @@ def _pace(count: int, seconds: float) -> str:
     if count < _TIMED_BYTES:
         return ""
     return f" in {seconds:.1f} s ({console.size(int(count / max(seconds, 1e-9)))}/s)"
-
-
-STUCK_SECONDS = 600.0
-"""How long a drain that follows a run may copy nothing once that is finished."""
 
 
 def drain(

@@ -13,6 +13,23 @@ from ckptman.errors import ConfigError
 LEAST_COLUMNS, MOST_COLUMNS = 40, 100
 Panels = dict[str, list[tuple[str, str]]]
 """Of each panel its name, and the rows in it: a name, and what it does."""
+_GPU_MEMORY = "ckptman plan no longer estimates GPU memory; use `accelerate estimate-memory`"
+REMOVED: dict[tuple[str, str], str] = {
+    ("plan", "--config"): "use --params with the number that `python -m ckptman.train --dry-run` prints",
+    ("plan", "--set"): "it changed a key of --config; use --params",
+    ("plan", "--shard"): "leave it out; the ranks share each save evenly, however the model is sharded",
+    ("plan", "--gpu-memory"): _GPU_MEMORY,
+    ("plan", "--sequence"): _GPU_MEMORY,
+    ("plan", "--micro-batch"): _GPU_MEMORY,
+    ("plan", "--vocab"): _GPU_MEMORY,
+    ("plan", "--dim"): _GPU_MEMORY,
+    ("plan", "--layers"): _GPU_MEMORY,
+    ("simulate", "--svg"): "use --json, whose `curve` any plotting program can draw",
+    ("probe loader", "--config"): "name a function that makes the loader, such as train.py:make_loader",
+    ("probe loader", "--set"): "name a function that makes the loader, such as train.py:make_loader",
+    ("probe loader", "--world-size"): "let the function make the loader of one rank",
+}
+"""(verb, option) -> the rest of the sentence "OPTION was removed: ..."."""
 
 
 def help_width() -> int:
@@ -67,23 +84,3 @@ def _write(formatter: Any, panels: Panels) -> None:
     for panel, rows in panels.items():
         with formatter.section(panel):
             formatter.write_dl(rows, col_max=min(26, formatter.width // 3))
-
-
-_GPU_MEMORY = "ckptman plan no longer estimates GPU memory; use `accelerate estimate-memory`"
-
-REMOVED: dict[tuple[str, str], str] = {
-    ("plan", "--config"): "use --params with the number that `python -m ckptman.train --dry-run` prints",
-    ("plan", "--set"): "it changed a key of --config; use --params",
-    ("plan", "--shard"): "leave it out; the ranks share each save evenly, however the model is sharded",
-    ("plan", "--gpu-memory"): _GPU_MEMORY,
-    ("plan", "--sequence"): _GPU_MEMORY,
-    ("plan", "--micro-batch"): _GPU_MEMORY,
-    ("plan", "--vocab"): _GPU_MEMORY,
-    ("plan", "--dim"): _GPU_MEMORY,
-    ("plan", "--layers"): _GPU_MEMORY,
-    ("simulate", "--svg"): "use --json, whose `curve` any plotting program can draw",
-    ("probe loader", "--config"): "name a function that makes the loader, such as train.py:make_loader",
-    ("probe loader", "--set"): "name a function that makes the loader, such as train.py:make_loader",
-    ("probe loader", "--world-size"): "let the function make the loader of one rank",
-}
-"""(verb, option) -> the rest of the sentence "OPTION was removed: ..."."""

@@ -170,20 +170,19 @@ def _list_many(roots: Sequence[str | Path], as_json: bool) -> None:
     """List several roots, one per line. Ends with the exit code of the first that could not be read."""
     now, rows, described, failed = time.time(), list[Sequence[object]](), list[dict[str, Any]](), list[Exception]()
     for root in roots:
-        name = root
         try:
             listing = _look(root)
         except (CkptmanError, OSError) as error:
             failed.append(error)
             why = console.message(error)
-            rows.append((name, None, None, None, None, console.paint(why, "red")))
+            rows.append((root, None, None, None, None, console.paint(why, "red")))
             described.append({"root": root, "error": why, "exit_code": console.exit_code(error)})
             continue
         described.append(_as_dict(listing))
         good = [each.require_manifest() for each in listing.good]
         newest = (good[-1].step, console.age_of(good[-1].time_seconds, now)) if good else (None, None)
         total = console.size(sum(each.total_bytes for each in good))
-        rows.append((name, *newest, f"{len(good):,}", total, _state_of_root(listing)))
+        rows.append((root, *newest, f"{len(good):,}", total, _state_of_root(listing)))
     if as_json:
         console.say_json(described)
     else:

@@ -27,6 +27,14 @@ _TIER_HELP = (
     "measured. Can be given several times."
 )
 _EXPLAIN = flag("--explain", "Every number with its formula and source.", panel=options.OTHERS)
+Figures = dict[str, Figure]
+_SAVES = ("tier", "rate", "save", "stall", "load", "warning", "kept", "disk")
+_INTERVALS = ("tier", "by init", "by Daly", "best", "bound", "interval", "lost per failure", "goodput")
+_FAILURES = ("after a failure", "interval", "lost per failure", "restart", "costs", "goodput")
+_RIGHT = " ".join((*_SAVES[1:], "init", "by", "Daly", "best", "bound", "interval", "restart", "costs", "goodput"))
+_DROPPED = ("warning", "rate", "kept", "by init", "by Daly", "bound", "best")
+_NAMES = {"by init": "interval_by_init", "by Daly": "interval_by_daly", "best": "interval_best"}
+_NAMES |= {"bound": "interval_bound", "lost per failure": "lost_per_failure"}
 
 
 @options.with_retention
@@ -202,16 +210,6 @@ def _measured(name: str, folder: Path) -> tuple[float, float]:
     if not write:
         raise ConfigError(f"--tier {name}: {folder} could not be measured: ckptman doctor {folder} says why")
     return float(write), float(read or write)
-
-
-Figures = dict[str, Figure]
-_SAVES = ("tier", "rate", "save", "stall", "load", "warning", "kept", "disk")
-_INTERVALS = ("tier", "by init", "by Daly", "best", "bound", "interval", "lost per failure", "goodput")
-_FAILURES = ("after a failure", "interval", "lost per failure", "restart", "costs", "goodput")
-_RIGHT = " ".join((*_SAVES[1:], "init", "by", "Daly", "best", "bound", "interval", "restart", "costs", "goodput"))
-_DROPPED = ("warning", "rate", "kept", "by init", "by Daly", "bound", "best")
-_NAMES = {"by init": "interval_by_init", "by Daly": "interval_by_daly", "best": "interval_best"}
-_NAMES |= {"bound": "interval_bound", "lost per failure": "lost_per_failure"}
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PathOrRoot = Annotated[Path, path_argument("PATH", "A checkpoint, or a root (then of its newest checkpoint).")]
 Step = Annotated[int | None, option("--step", "N", "Of a root: the checkpoint of this step.")]
+MOST_NAMES, MOST_FOLDERS, SHOWN = 5_000, 100, 3
+"""So many names of a folder are looked at, into so many folders in it, and so many are suggested."""
 
 
 def _folder(root: Path) -> Path:
@@ -226,10 +228,6 @@ def path(
     if found is None:
         raise NotFoundError(f"{root}: {missing}: ckptman list {root} shows what is there")
     console.say(str(found.path))
-
-
-MOST_NAMES, MOST_FOLDERS, SHOWN = 5_000, 100, 3
-"""So many names of a folder are looked at, into so many folders in it, and so many are suggested."""
 
 
 def suggestion(arguments: Sequence[str], said: str, *, is_missing: bool = True) -> str:

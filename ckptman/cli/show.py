@@ -103,8 +103,9 @@ def _show_foreign(path: Path, as_json: bool) -> None:
         return
     console.say(f"{path}: written by plain DCP; no manifest, so no step, no digests, no lineage")
     if changed:
-        names = "; ".join(changed)
-        console.say(f"compressed, or transformed otherwise ({names}): load it by dcp.load with these extensions")
+        console.say(
+            f"compressed, or transformed otherwise ({'; '.join(changed)}): load it by dcp.load with these extensions"
+        )
     console.say(*_tensor_lines(tensors))
     if values:
         console.say("", f"{console.count(len(values), 'plain value')}: {', '.join(values)}")

@@ -27,6 +27,13 @@ _COLOURS = {
     **dict.fromkeys(("silent", "starting", "queued", "stopped"), "yellow"),
 }
 WATCH_SECONDS = 5.0
+ATTEMPTS_SHOWN, MOST_REASON = 20, 100
+POLL_SECONDS = 0.5
+_MEANING = {
+    "save": "save at its next step",
+    "stop": "save at its next step and stop",
+    "hold": "save at its next step, stop, and stay stopped",
+}
 
 
 def status(
@@ -120,8 +127,7 @@ def _row(run: Status, now: float) -> tuple[str, ...]:
 
 
 def _full(run: Status, now: float) -> list[str]:
-    name = run.root
-    head = f"{name}: {_painted(run.state)}" + (f", {run.reason}" if run.reason else "")
+    head = f"{run.root}: {_painted(run.state)}" + (f", {run.reason}" if run.reason else "")
     lines = [head]
 
     def add(title: str, *parts: str) -> None:
@@ -196,9 +202,6 @@ def _until(when: float | None, now: float) -> str:
 
 def _painted(state: str) -> str:
     return console.paint(state, _COLOURS.get(state))
-
-
-ATTEMPTS_SHOWN, MOST_REASON = 20, 100
 
 
 def report(
@@ -295,14 +298,6 @@ def _time_table(rows: Sequence[tuple[str, str, float, float]]) -> list[str]:
     return console.table(("  where the time went", "time", "share"), cells, "time share")
 
 
-POLL_SECONDS = 0.5
-_MEANING = {
-    "save": "save at its next step",
-    "stop": "save at its next step and stop",
-    "hold": "save at its next step, stop, and stay stopped",
-}
-
-
 def ask(
     root: Root,
     what: Annotated[str, typer.Argument(metavar="save|stop|hold", show_default=False, help="The request.")],
@@ -348,8 +343,7 @@ def _hold(run: Status) -> None:
 
     chain = Chain(Path(run.chain))
     hold(chain, time.time())
-    name = run.chain
-    then = f"ckptman chain resume {name}" if chain.spec.scheduler == "slurm" else "submit its command again"
+    then = f"ckptman chain resume {run.chain}" if chain.spec.scheduler == "slurm" else "submit its command again"
     console.say(f"The chain is paused. To continue it: {then}")
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 2**20
 MOST_LOADED = 2**13
+PROBLEMS_SHOWN = 40
+"""Lines about one checkpoint: a screen. `--json` has all of them."""
 
 
 def verify(
@@ -207,10 +209,6 @@ def _names(reports: list[VerifyReport]) -> str:
 
 class _DoesNotLoad(CkptmanError):
     exit_code = MismatchError.exit_code
-
-
-PROBLEMS_SHOWN = 40
-"""Lines about one checkpoint: a screen. `--json` has all of them."""
 
 
 def byte_lines(report: VerifyReport) -> list[str]:

@@ -303,15 +303,6 @@ def test_a_terminal_sees_a_bar_that_goes_away(tmp_path):
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "index.json", ".metadata", "manifest.json"])
-def test_one_changed_byte_in_any_file_is_found(name, tmp_path, ends):
-    flip_byte(commit(tmp_path, 100).path / name)
-    told = ends(4, "verify", tmp_path, "--threads", "1")
-    (problem,) = told.out.splitlines()[1:]  # once, and nothing is said to be proved
-    assert f"{name} does not match its digest" in problem
-    assert "1 of 1 checkpoint damaged or incomplete: step 100" in told.err
-
-
 def _with_half_of_a_tensor(index):
     half = index.tensors["model.weight"].model_copy(update={"count": 1})
     return index.model_copy(update={"tensors": {"model.weight": half}}).to_json()

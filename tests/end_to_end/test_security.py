@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptman
-from ckptman.cli.console import plain
+from ckptman.errors import plain
 from ckptman.jobs.chain_record import Chain
 from ckptman.runtime.failure_trace import read_trace
 from ckptman.runtime.journal import read_journal
