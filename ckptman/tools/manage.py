@@ -102,12 +102,7 @@ def prune(
     spared = {each.record.step: pruned.spared.get(each.record.sequence, "") for each in plan.deletions}
     kept = {each.record.step: ", ".join(each.reasons) for each in plan.verdicts if each.keep}
     return PruneReport(
-        deleted=tuple(
-            Deletion(
-                each.record.step, plan.entries[each.record.sequence].path, ", ".join(each.reasons), each.record.bytes
-            )
-            for each in gone
-        ),
+        deleted=tuple(_deletion(plan, each) for each in gone),
         kept=kept | {step: why for step, why in spared.items() if why},
         leftovers=tuple(each.path for each in plan.leftovers),
         freed_bytes=plan.freed_bytes if dry_run else pruned.freed_bytes,
