@@ -108,13 +108,11 @@ def show_logs(
         flag("--follow", "Go on, also with the attempts that follow, until the chain has ended.", short="-f"),
     ] = False,
     attempt: Annotated[int | None, option("--attempt", "N", "Of this attempt (default: the last).")] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", metavar="N", help="Begin with the last N lines.")] = 100,
+    lines: Annotated[int, typer.Option("--lines", "-n", metavar="N", min=1, help="Begin with the last N lines.")] = 100,
 ) -> None:
     """Print the log of the last attempt, or follow the chain from one attempt to the next."""
     from ckptman.cli import chain_logs
-    from ckptman.policies.parameters import check_count
 
-    check_count("chain logs", "--lines", lines)
     chain_logs.show_logs(_find(name), attempt, lines, follow)
 
 

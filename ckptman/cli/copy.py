@@ -13,7 +13,7 @@ import typer
 
 from ckptman.cli import console
 from ckptman.cli.console import copy_progress
-from ckptman.cli.options import AsJson, check_threads, flag, option, parse_rate, path_argument
+from ckptman.cli.options import MOST_THREADS, AsJson, flag, option, parse_rate, path_argument
 from ckptman.cli.select import Root, Step, choose, choose_objects, is_foreign
 from ckptman.errors import (
     BusyError,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckptman.storage.transfer.drain import Drained, DrainPlan, DrainTask
 
 Speed = Annotated[str | None, option("--limit", "SPEED", "Move no more than this, such as 500MB/s.")]
-Threads = Annotated[int | None, option("--threads", "N", "Threads that move bytes.")]
+Threads = Annotated[int | None, option("--threads", "N", "Threads that move bytes.", least=1, most=MOST_THREADS)]
 _WORST_FIRST = (CorruptError, FormatVersionError, RootError, BusyError, ExistsError)
 _LOOKS = 3
 _TIMED_BYTES = 64 * 1024 * 1024
@@ -69,7 +69,6 @@ def copy(
     from ckptman.storage.transfer.copy import CopyOptions, copy_foreign
     from ckptman.storage.transfer.progress import Limit
 
-    check_threads("copy", threads)
     shared = None if limit is None else Limit(parse_rate("--limit", limit))
     options = CopyOptions(threads=threads, limit=shared, overwrite=overwrite)
     source_url, target_url = find_url(source), find_url(destination)
@@ -261,7 +260,6 @@ def drain(
 
     if not 0 < poll < 1e6:
         raise ConfigError(f"--poll: seconds above 0, not {poll:g}")
-    check_threads("drain", threads)
     rate = None if limit is None else parse_rate("--limit", limit)
     tiers = _tiers(root, to, every, make=not dry_run)
     done: list[Drained] = []

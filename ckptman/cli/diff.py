@@ -14,7 +14,6 @@ from ckptman.cli.console import progress
 from ckptman.cli.options import AsJson, flag, option, path_argument
 from ckptman.cli.select import choose, is_foreign
 from ckptman.errors import ConfigError, NotFoundError
-from ckptman.policies.parameters import check_count
 from ckptman.storage.format.paths import is_checkpoint
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def diff(
         option("--only", "PATTERN", "Only names that match, such as 'model.*.bias'. May be given several times."),
     ] = None,
     top: Annotated[
-        int, typer.Option("--top", metavar="N", help="Show that many lines of tensors, and of values.")
+        int, typer.Option("--top", metavar="N", min=1, help="Show that many lines of tensors, and of values.")
     ] = 20,
     everything: Annotated[bool, flag("--all", "Show all tensors and values, however many.")] = False,
     read: Annotated[bool, flag("--read", "Read every tensor, even if the digests say it did not change.")] = False,
@@ -58,7 +57,6 @@ def diff(
     Exit code 0: nothing. 1: something. 2: wrong usage. 3: not found. 4: one of them is damaged. 9: a newer ckptman
     wrote one of them. 10: one of them could not be read.
     """
-    check_count("diff", "--top", top)
     before, after = _sides(a, b, steps)
     from ckptman.tools.diff.diff import compare
 

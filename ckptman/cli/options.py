@@ -19,9 +19,16 @@ if TYPE_CHECKING:
     from ckptman.policies.retention_rules import KeepBest, RetentionPolicy
 
 
-def option(name: str, metavar: str, help: str, panel: str | None = None) -> Any:
-    """Return an option that takes a value; its default is not shown. `panel`: of `--help`, which begins with it."""
-    return typer.Option(name, metavar=metavar, show_default=False, help=help, rich_help_panel=panel)
+def option(
+    name: str, metavar: str, help: str, panel: str | None = None, *, least: int | None = None, most: int | None = None
+) -> Any:
+    """Return an option that takes a value; its default is not shown. `panel`: of `--help`, which begins with it.
+
+    `least`, `most`: the range of an integer.
+    """
+    return typer.Option(
+        name, metavar=metavar, show_default=False, help=help, rich_help_panel=panel, min=least, max=most
+    )
 
 
 def flag(name: str, help: str, short: str | None = None, panel: str | None = None) -> Any:
@@ -134,17 +141,6 @@ def parse_numbers(
     if not all(least <= each <= most for each in numbers):
         raise ConfigError(f"{option}: {what} with commas between them, such as {example}, not {written!r}")
     return numbers
-
-
-def check_threads(verb: str, threads: int | None) -> None:
-    """Check the value of `--threads`. Raises: ConfigError."""
-    from ckptman.policies.parameters import check_count
-
-    if threads is None:
-        return
-    check_count(verb, "--threads", threads)
-    if threads > MOST_THREADS:
-        raise ConfigError(f"--threads: at most {MOST_THREADS:,}, not {threads:,}")
 
 
 MemoryOption = Annotated[

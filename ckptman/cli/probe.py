@@ -13,7 +13,7 @@ from ckptman.cli.help import Group, Verb
 from ckptman.cli.options import AsJson, option, parse_numbers, path_argument
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError
 from ckptman.forecast.data_rate import Judgement, Need, judge, rate_text
-from ckptman.policies.parameters import check_count, check_positive
+from ckptman.policies.parameters import check_positive
 from ckptman.policies.retention_rules import size_text
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def probe_loader(
         str | None, option("--workers", "N,N,...", "Numbers of workers to try (0, 1, 2, 4 ... up to the CPUs).")
     ] = None,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="N", help="Batch size if FUNCTION returns a Dataset.")
+        int, typer.Option("--batch-size", metavar="N", min=1, help="Batch size if FUNCTION returns a Dataset.")
     ] = 32,
     seconds: Annotated[
         float, typer.Option("--seconds", metavar="SECONDS", help="Length of each of the two passes.")
@@ -62,10 +62,10 @@ def probe_loader(
         float | None, option("--steps-per-second", "RATE", "The steps per second that are needed.")
     ] = None,
     batches_per_step: Annotated[
-        int, typer.Option("--batches-per-step", metavar="N", help="More than 1 with gradient accumulation.")
+        int, typer.Option("--batches-per-step", metavar="N", min=1, help="More than 1 with gradient accumulation.")
     ] = 1,
     ranks_per_node: Annotated[
-        int, typer.Option("--ranks-per-node", metavar="N", help="Ranks of a node, each with a loader.")
+        int, typer.Option("--ranks-per-node", metavar="N", min=1, help="Ranks of a node, each with a loader.")
     ] = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -79,9 +79,6 @@ def probe_loader(
         check_positive("probe loader", name, number)
         if number > MOST_SECONDS:
             raise ConfigError(f"{name}: an hour at most ({MOST_SECONDS} s), not {number:g}")
-    check_count("probe loader", "--batch-size", batch_size)
-    check_count("probe loader", "--batches-per-step", batches_per_step)
-    check_count("probe loader", "--ranks-per-node", ranks_per_node)
     asked = f"numbers from 0 to {MOST_WORKERS}"
     numbers = parse_numbers("--workers", workers, asked, "0,2,8", most=MOST_WORKERS) or None
     for each in data or ():

@@ -57,7 +57,9 @@ def prune(
         flag("--leftovers", "Delete no checkpoint: only clear what crashes left.", panel=OTHERS),
     ] = False,
     dry_run: Annotated[bool, flag("--dry-run", "Only say what would be deleted, and why.")] = False,
-    jobs: Annotated[int, typer.Option("--jobs", metavar="N", help="Delete so many checkpoints at a time.")] = 4,
+    jobs: Annotated[
+        int, typer.Option("--jobs", metavar="N", min=1, max=MOST_JOBS, help="Delete so many checkpoints at a time.")
+    ] = 4,
     files_per_second: Annotated[
         float | None,
         option("--files-per-second", "N", "Delete no faster, so that the file system has time for who saves."),
@@ -73,13 +75,10 @@ def prune(
     Of several roots each is pruned for itself, also where another one cannot be; the exit code is that of the first
     that could not. Exit code 2: no rules, or a folder that holds no checkpoints. 10: something cannot be removed.
     """
-    from ckptman.policies.parameters import check_count, check_positive
+    from ckptman.policies.parameters import check_positive
 
     # Thousands of small things are made, and none of them is thrown away before the end.
     gc.disable()
-    check_count("prune", "--jobs", jobs)
-    if jobs > MOST_JOBS:
-        raise ConfigError(f"--jobs: at most {MOST_JOBS}, not {jobs:,}")
     if files_per_second is not None:
         check_positive("prune", "--files-per-second", files_per_second)
     if max_percent is not None:

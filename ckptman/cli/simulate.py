@@ -27,7 +27,6 @@ from ckptman.forecast.scenario import mtbf_figure
 from ckptman.forecast.simulation import Played, add_up, play
 from ckptman.policies.intervals import daly_interval_seconds
 from ckptman.policies.memory_tier import SHARE
-from ckptman.policies.parameters import check_count
 from ckptman.runtime.failure_trace import Trace, read_trace
 
 FAILURES = 5_000
@@ -47,14 +46,14 @@ def simulate(
     mtbf: Annotated[
         str | None, option("--mtbf", "TIME", "Mean time between failures, which come at random.", "Failures")
     ] = None,
-    gpus: Annotated[int | None, option("--gpus", "N", "Instead: that of N GPUs, at a published rate.")] = None,
+    gpus: Annotated[int | None, option("--gpus", "N", "Instead: that of N GPUs, at a published rate.", least=1)] = None,
     rate: Annotated[str, option("--rate", "NAME", "The published rate: llama3 (default), rsc1.")] = "llama3",
     trace: Annotated[
         Path | None,
         option("--trace", "FILE", "Instead: recorded failures; a file of times, a journal, or a root with a journal."),
     ] = None,
     length: Annotated[str | None, option("--length", "TIME", "Length of a run (30d, or all of a trace).")] = None,
-    runs: Annotated[int | None, option("--runs", "N", "Number of runs (enough for 5,000 failures).")] = None,
+    runs: Annotated[int | None, option("--runs", "N", "Number of runs (enough for 5,000 failures).", least=1)] = None,
     seed: Annotated[int, option("--seed", "N", "Seed of the random failures (1).")] = 1,
     interval: Annotated[list[str] | None, option("--interval", "TIME", "Play this too. Can be repeated.")] = None,
     memory: MemoryOption = False,
@@ -227,7 +226,6 @@ def _failures(
     seconds = seconds or 30 * 86400.0
     if runs is None:
         runs = max(1, min(round(FAILURES * mean / seconds), MOST_RUNS))
-    check_count("simulate", "--runs", runs)
     if runs > MOST_EVENTS or runs * seconds / mean > MOST_EVENTS:
         raise ConfigError(
             f"more than {MOST_EVENTS:,} failures or runs take too long to play: give fewer --runs, a shorter --length "

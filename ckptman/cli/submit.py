@@ -32,21 +32,25 @@ def submit(
     scheduler: Annotated[
         str, typer.Option("--scheduler", metavar="NAME", help="slurm: as jobs. local: here, one attempt after another.")
     ] = "slurm",
-    max_attempts: Annotated[int | None, option("--max-attempts", "N", "End after N attempts.")] = None,
+    max_attempts: Annotated[int | None, option("--max-attempts", "N", "End after N attempts.", least=1)] = None,
     max_walltime: Annotated[
         str | None, option("--max-walltime", "TIME", "End when the attempts took 36h or 10d.")
     ] = None,
     until: Annotated[str | None, option("--until", "DATE", "Begin no attempt after it: 2026-12-24T18:00.")] = None,
     crash_limit: Annotated[
-        int, typer.Option("--crash-limit", metavar="N", help="End after N crashes in a row with no new checkpoint.")
+        int,
+        typer.Option("--crash-limit", metavar="N", min=1, help="End after N crashes in a row with no new checkpoint."),
     ] = 3,
     stall_limit: Annotated[
-        int, typer.Option("--stall-limit", metavar="N", help="End after N attempts of any kind with no new checkpoint.")
+        int,
+        typer.Option(
+            "--stall-limit", metavar="N", min=1, help="End after N attempts of any kind with no new checkpoint."
+        ),
     ] = 10,
     requeue: Annotated[
         bool, flag("--requeue", "Requeue the same job, where sbatch is forbidden on compute nodes.")
     ] = False,
-    upfront: Annotated[int | None, option("--upfront", "N", "Put N jobs into the queue at once.")] = None,
+    upfront: Annotated[int | None, option("--upfront", "N", "Put N jobs into the queue at once.", least=1)] = None,
     first: Annotated[
         list[str] | None, option("--first", "ARGUMENT", "For the script until a checkpoint is there.")
     ] = None,
@@ -94,16 +98,6 @@ def submit(
 
     Each job puts the next into the queue when it begins, and a finished run takes it out again.
     """
-    from ckptman.policies.parameters import check_count
-
-    for name, value in (
-        ("--crash-limit", crash_limit),
-        ("--stall-limit", stall_limit),
-        ("--max-attempts", max_attempts),
-        ("--upfront", upfront),
-    ):
-        if value is not None:
-            check_count("submit", name, value)
     from ckptman.jobs.chain_notes import check_notify
 
     for_both: dict[str, Any] = {

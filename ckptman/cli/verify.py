@@ -14,7 +14,7 @@ import typer
 
 from ckptman.cli import console
 from ckptman.cli.console import progress
-from ckptman.cli.options import AsJson, check_threads, flag, option, parse_numbers, parse_rate
+from ckptman.cli.options import MOST_THREADS, AsJson, flag, option, parse_numbers, parse_rate
 from ckptman.cli.select import PathOrRoot, Step, choose
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, NotFoundError, RootError
 from ckptman.storage.catalog.reader_lease import GoneError, held
@@ -70,7 +70,9 @@ def verify(
             "A class that may be unpickled, as your script allows it to torch. May be given several times.",
         ),
     ] = None,
-    threads: Annotated[int | None, option("--threads", "N", "Threads, or processes, that read.")] = None,
+    threads: Annotated[
+        int | None, option("--threads", "N", "Threads, or processes, that read.", least=1, most=MOST_THREADS)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that every byte is what was saved, and on request that it loads.
@@ -78,7 +80,6 @@ def verify(
     Exit code 0: proved. 4: damaged. 7: it does not load, or not on one of the world sizes. 9: a newer ckptman wrote it.
     10: it could not be read.
     """
-    check_threads("verify", threads)
     what = f"numbers of processes from 1 to {MOST_RANKS:,}"
     sizes = list(dict.fromkeys(parse_numbers("--world-size", world_size, what, "1,2,4", least=1, most=MOST_RANKS)))
     shape = parse_mesh(mesh)
