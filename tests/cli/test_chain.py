@@ -178,7 +178,7 @@ def test_a_chain_of_this_machine_is_shown_and_not_for_slurm(tmp_path, monkeypatc
 def chain(tmp_path, monkeypatch):
     """A chain that the same error has stopped, in its second attempt."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ckptman.jobs.attempt_log._file_of", lambda _: (str(tmp_path / "log"), 0))
+    monkeypatch.setattr("ckptman.jobs.evidence._file_of", lambda _: (str(tmp_path / "log"), 0))
     line = "echo 'KeyError: 1' >> log; exit 1"
     options = ["--scheduler", "local", "--crash-limit", "3", "--chain-dir", "ckptman-chains/c"]
     assert main(["submit", *options, "--", "bash", "-c", line]) == 8
