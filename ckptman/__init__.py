@@ -20,9 +20,9 @@ _HOME = {
     "ElasticSampler": "ckptman.data.elastic_sampler",
     "FromRank0": "ckptman.engine.state.rank_values",
     "PerRank": "ckptman.engine.state.rank_values",
-    "Trainable": "ckptman.engine.state.trainable",
+    "Trainable": "ckptman.engine.state.modules",
     "ResumableLoader": "ckptman.data.resumable_loader",
-    "Skipped": "ckptman.engine.loading.accepted",
+    "Skipped": "ckptman.engine.loading.allowed_mismatches",
     "save": "ckptman.api",
     "load": "ckptman.api",
     "read": "ckptman.engine.loading.read",
@@ -59,7 +59,7 @@ _HOME = {
     "KeepMonthly": "ckptman.policies.calendar",
     "AtMost": "ckptman.policies.retention_rules",
     "Tier": "ckptman.policies.tiers",
-    "MemoryTier": "ckptman.policies.memory_tier",
+    "MemoryTier": "ckptman.policies.tiers",
     "HealthThresholds": "ckptman.policies.health",
     "RetentionPolicy": "ckptman.policies.retention",
     "BusyError": "ckptman.errors",
@@ -170,11 +170,11 @@ if TYPE_CHECKING:
     from ckptman.data.elastic_sampler import ElasticSampler
     from ckptman.data.resumable_loader import ResumableLoader
     from ckptman.engine.dcp.storage import StorageReader, StorageWriter
-    from ckptman.engine.loading.accepted import Skipped
+    from ckptman.engine.loading.allowed_mismatches import Skipped
     from ckptman.engine.loading.read import read
     from ckptman.engine.state.generators import RNGState
+    from ckptman.engine.state.modules import Trainable
     from ckptman.engine.state.rank_values import FromRank0, PerRank
-    from ckptman.engine.state.trainable import Trainable
     from ckptman.errors import (
         BusyError,
         CkptmanError,
@@ -194,7 +194,6 @@ if TYPE_CHECKING:
     )
     from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
     from ckptman.policies.health import HealthThresholds
-    from ckptman.policies.memory_tier import MemoryTier
     from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast, RetentionPolicy
     from ckptman.policies.retention_rules import AtMost, KeepSteps
     from ckptman.policies.save_policies import (
@@ -207,7 +206,7 @@ if TYPE_CHECKING:
         OnStop,
         SavePolicy,
     )
-    from ckptman.policies.tiers import Tier
+    from ckptman.policies.tiers import MemoryTier, Tier
     from ckptman.run import Run
     from ckptman.runtime.signals import SignalHandler
     from ckptman.runtime.tracker import TrackedRun, Tracker

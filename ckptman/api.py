@@ -12,17 +12,16 @@ from typing import Any
 
 from ckptman._tracebacks import short_traceback
 from ckptman.engine.comm.control_group import AllRanks, Channel, Contribution, RankFailed, failing_as_one
-from ckptman.engine.comm.frozen import agree_on_frozen
-from ckptman.engine.comm.replicas import compare_replicas
-from ckptman.engine.loading.accepted import EVERYTHING, AllowedMismatches, Skipped
+from ckptman.engine.comm.replicas import agree_on_frozen, compare_replicas
+from ckptman.engine.loading.allowed_mismatches import EVERYTHING, AllowedMismatches, Skipped
 from ckptman.engine.loading.loader import load as load_checkpoint
 from ckptman.engine.saving.draft import Draft, SaveInfo
 from ckptman.engine.saving.refused_values import warn_of_refused
 from ckptman.engine.saving.write_plan import RankFile, plan_save, signature_of
 from ckptman.engine.saving.writer import CheckpointWriter, Content
 from ckptman.engine.state.file_layout import pickled
+from ckptman.engine.state.modules import UnwrappedState, unwrap
 from ckptman.engine.state.named_state import Snapshot, snapshot
-from ckptman.engine.state.wrappers import UnwrappedState, unwrap
 from ckptman.errors import CommitError, CorruptError, NotFoundError, warn_only
 from ckptman.run import at_newest, meant_by
 from ckptman.storage.catalog.reader_lease import held, refuse_gone

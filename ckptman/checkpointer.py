@@ -19,22 +19,20 @@ from ckptman._tracebacks import short_traceback
 from ckptman.data.persistent_workers import warn_of_persistent_workers
 from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.engine.comm.control_group import Channel, Contribution, await_ranks, failing_as_one
-from ckptman.engine.comm.frozen import agree_on_frozen
-from ckptman.engine.loading.accepted import AllowedMismatches
+from ckptman.engine.comm.replicas import agree_on_frozen
+from ckptman.engine.loading.allowed_mismatches import AllowedMismatches
 from ckptman.engine.loading.other_weights import OtherWeights
-from ckptman.engine.saving.finite_check import OnNonfinite
 from ckptman.engine.saving.memory_saves import MemorySaves
 from ckptman.engine.saving.retention_runner import OnFull, RetentionRunner
+from ckptman.engine.saving.save_checks import OnNonfinite
 from ckptman.engine.saving.saver import Preflight, Saver
 from ckptman.engine.saving.writer import SaveReport
-from ckptman.engine.state.asked_settings import asked_settings, replaced, texts_of
-from ckptman.engine.state.grown_buffers import GrownBuffers
+from ckptman.engine.state.module_checks import GrownBuffers, refuse_one_way_modules
+from ckptman.engine.state.modules import Trainable, UnwrappedState, module_of
 from ckptman.engine.state.named_state import Snapshot, check_plain_values, is_settled
+from ckptman.engine.state.optimizers import asked_settings, replaced, texts_of
 from ckptman.engine.state.step_record import OptimizerHooks, Recorded, StepRecorder
-from ckptman.engine.state.trainable import Trainable, module_of
 from ckptman.engine.state.unsaved_values import SavedPlainValues, UnsavedValues, modules_of_user, optimizers_of_user
-from ckptman.engine.state.way_back import refuse_one_way_modules
-from ckptman.engine.state.wrappers import UnwrappedState
 from ckptman.errors import (
     EXIT_AGAIN,
     EXIT_OK,
@@ -45,15 +43,14 @@ from ckptman.errors import (
     warn,
     warn_only,
 )
-from ckptman.policies.memory_tier import MemoryTier
 from ckptman.policies.retention import RetentionPolicy
 from ckptman.policies.save_policies import Decision, OnStop, SavePolicy
-from ckptman.policies.tiers import Tier
+from ckptman.policies.tiers import MemoryTier, Tier
 from ckptman.run import checkpoint_at
 from ckptman.runtime.deadline import deadline_from_environment
-from ckptman.runtime.launcher import code_for_again, end_launcher_at_exit
 from ckptman.runtime.log import show_by_default
 from ckptman.runtime.notify import Notify
+from ckptman.runtime.outcome import code_for_again, end_launcher_at_exit
 from ckptman.runtime.signals import SignalHandler, free_signals
 from ckptman.runtime.tracker import Tracker
 from ckptman.session.arguments import (
@@ -64,9 +61,7 @@ from ckptman.session.arguments import (
     policies_of,
     total_step_number,
 )
-from ckptman.session.best_metrics import BestMetrics
-from ckptman.session.one_call import RunningCall, one_at_a_time
-from ckptman.session.open_root import OpenRoot, tell_left_open
+from ckptman.session.open_root import OpenRoot, RunningCall, one_at_a_time, tell_left_open
 from ckptman.session.restorer import Restorer
 from ckptman.session.run_health import RunHealth, thresholds_of
 from ckptman.session.run_health import Setting as HealthSetting
@@ -75,7 +70,7 @@ from ckptman.session.run_memory import RunMemory, age_on_disk, newest_on_disk
 from ckptman.session.run_notes import RunNotes, check_notify
 from ckptman.session.run_session import RunSession, failed_start_reported, metric_numbers
 from ckptman.session.step_consensus import Agreed, StepConsensus, stop_text
-from ckptman.session.step_reporter import StepReporter
+from ckptman.session.step_reporter import BestMetrics, StepReporter
 from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import RankWatchdog, Setting
 from ckptman.storage.catalog.backends.run_store import RunStore

@@ -28,8 +28,8 @@ def rollback(
     All that were committed after it are abandoned: the next run goes on from step N, and none of them is restored
     unless it is asked for by its step. They stay on disk until ckptman prune takes them. Refused while a run is alive.
     """
-    from ckptman.runtime.attempts import highest_attempt
     from ckptman.runtime.journal import note
+    from ckptman.runtime.outcome import highest_attempt
     from ckptman.storage.catalog.rollback import execute, plan_rollback, plan_undo
 
     def make() -> Change:

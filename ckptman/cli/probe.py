@@ -126,8 +126,7 @@ def probe_loader(
 
 
 def _steps_per_second(root: str | None, given: float | None) -> float | None:
-    from ckptman.runtime.journal import read_journal
-    from ckptman.runtime.measurements import steps_per_second
+    from ckptman.runtime.journal import read_journal, steps_per_second
     from ckptman.storage.format.paths import journal_path
 
     if given is not None:

@@ -26,7 +26,7 @@ from ckptman.forecast.save_costs import BOUND_SECONDS, LEAST_INTERVAL_SECONDS
 from ckptman.forecast.scenario import mtbf_figure
 from ckptman.forecast.simulation import Played, add_up, play
 from ckptman.policies.intervals import daly_interval_seconds
-from ckptman.policies.memory_tier import SHARE
+from ckptman.policies.tiers import SHARE
 from ckptman.runtime.failure_trace import Trace, read_trace
 
 FAILURES = 5_000

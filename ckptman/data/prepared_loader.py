@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckptman.engine.state.wrappers import is_prepared_loader, unwrap
+from ckptman.engine.state.modules import is_prepared_loader, unwrap
 from ckptman.errors import ConfigError
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from ckptman.forecast.figures import Figure
 from ckptman.forecast.goodput import Costs, InMemory, goodput_with_memory, shares
 from ckptman.forecast.save_costs import restart_of
 from ckptman.forecast.scenario import Memory, Scenario
-from ckptman.policies.memory_tier import SHARE
 from ckptman.policies.retention_rules import size_text
+from ckptman.policies.tiers import SHARE
 
 SLOTS = 3
 """Of a rank: the checkpoint that counts, the next one, and the one being written to disk."""

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ckptman.errors import ConfigError
 from ckptman.runtime.tracker import TrackedRun, Tracker
-from ckptman.session.tracker_threads import CLOSE_SECONDS, TrackerQueue
+from ckptman.session.step_reporter import CLOSE_SECONDS, TrackerQueue
 from ckptman.storage.format.paths import DOT
 from ckptman.storage.io.durable_files import DISK
 

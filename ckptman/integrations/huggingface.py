@@ -24,7 +24,7 @@ from ckptman.data.persistent_workers import draw_apart
 from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.engine.comm.control_group import Channel
 from ckptman.engine.state.generators import RNGState
-from ckptman.engine.state.trainable import Trainable
+from ckptman.engine.state.modules import Trainable
 from ckptman.engine.state.unsaved_values import UnsavedValues
 from ckptman.errors import CommitError, ConfigError, MismatchError
 from ckptman.integrations.epoch_start import BeforeEpochStart

@@ -21,7 +21,7 @@ from ckptman.jobs.verdict import Verdict, by_state, crashed, explained, interrup
 from ckptman.policies.intervals import seconds_text
 from ckptman.policies.resubmit import Attempt, Next, counts_as_saved, decide
 from ckptman.runtime.deadline import parse_end_time
-from ckptman.runtime.measurements import save_seconds
+from ckptman.runtime.journal import save_seconds
 from ckptman.runtime.outcome import Outcome, read_outcome, reported_nodes
 
 AVOIDED_SECONDS = 86_400.0

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
     from ckptman.policies.health import HealthThresholds
-    from ckptman.policies.memory_tier import CostShare, MemoryTier
     from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, KeepSteps, RetentionPolicy
     from ckptman.policies.save_policies import (
         AtStep,
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
         OnStop,
         SavePolicy,
     )
-    from ckptman.policies.tiers import Tier
+    from ckptman.policies.tiers import CostShare, MemoryTier, Tier
 
 __all__ = [
     "AtMost",
@@ -53,14 +52,13 @@ __all__ = [
 ]
 
 
-_MODULES = ("calendar", "health", "memory_tier", "retention", "retention_rules", "save_policies", "tiers")
+_MODULES = ("calendar", "health", "retention", "retention_rules", "save_policies", "tiers")
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES or name in __all__:
         import ckptman.policies.calendar
         import ckptman.policies.health
-        import ckptman.policies.memory_tier
         import ckptman.policies.retention
         import ckptman.policies.retention_rules
         import ckptman.policies.save_policies

@@ -17,8 +17,7 @@ from statistics import median
 from typing import Any
 
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
-from ckptman.runtime.journal import number_in, read_journal
-from ckptman.runtime.measurements import typical_save_seconds
+from ckptman.runtime.journal import number_in, read_journal, typical_save_seconds
 from ckptman.storage.format.paths import journal_path
 from ckptman.storage.io.safe_open import open_regular, read_regular
 

@@ -1,20 +1,30 @@
 """How an attempt ended, written to disk: a launcher may swallow the exit code (torchrun always does).
 
 And beside it the nodes that had better not be used again, which later attempts of the chain leave out.
+
+An attempt has a number that none had before: checkpoints on disk, in tiers and in memory are compared by them. And
+torchrun may start ranks anew (`--max-restarts`): what it makes of exit codes, and how it is told not to.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import os
 import re
+import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from ckptman.errors import ConfigError, CorruptError, masked
-from ckptman.storage.format.paths import DOT, outcome_path
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, ConfigError, CorruptError, masked
+from ckptman.runtime.journal import read_journal
+from ckptman.storage.catalog.rollback_records import read_rollbacks
+from ckptman.storage.format.paths import DOT, journal_path, outcome_path
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
 
@@ -154,3 +164,68 @@ def this_node(environ: Mapping[str, str]) -> str:
 
 def _garbage(path: Path, why: str) -> CorruptError:
     return CorruptError(f"{path} is not an outcome that ckptman wrote ({why}): remove it")
+
+
+_MOST_ATTEMPTS = 10**6
+"""What claims to have a higher number is damaged."""
+
+
+def highest_attempt(root: Path, saved_by: Iterable[int]) -> int:
+    """Return the highest number that anything of a root tells of: its journal, outcome and rollbacks, and those that
+    saved its checkpoints, which may be in its tiers. 0: there was no attempt. Raises: as `read_rollbacks`; OSError."""
+    numbers = list(saved_by)
+    numbers += [each.attempt for each in read_rollbacks(root).values() if each.attempt is not None]
+    with contextlib.suppress(CkptmanError):  # gone, or damaged: the others tell
+        events = read_journal(journal_path(root))[0]
+        # Not all starts are in what is read of a long journal; each event says of which attempt it is.
+        numbers += [each["attempt"] for each in events if type(each.get("attempt")) is int]
+        numbers.append(sum(each.get("event") == "attempt_started" for each in events))
+    with contextlib.suppress(CkptmanError, OSError):
+        outcome = own_outcome(root)
+        numbers += [] if outcome is None else [outcome.attempt]
+    return max((each for each in numbers if each < _MOST_ATTEMPTS), default=0)
+
+
+_RUN_ID, _MOST_RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"
+_NAMES = ("torchrun", "torch.distributed.run", "ckptman.train.torchrun")
+"""Among the first words of its command line; the first may be a path."""
+
+
+def restarts_ranks(environ: Mapping[str, str]) -> bool:
+    """Return whether this process is a worker of a torchrun that starts its workers anew when one fails."""
+    most = environ.get(_MOST_RESTARTS, "")
+    return bool(environ.get(_RUN_ID)) and most.isdecimal() and int(most) > 0
+
+
+def code_for_again(environ: Mapping[str, str]) -> int:
+    """Return the exit code of a rank that has saved and wants to be run again: 75.
+
+    Under a torchrun that restarts ranks it is 0. Any other code is a failure to it: it would start all ranks anew, and
+    itself it ends with 0 or 1 in any case. The outcome on disk says that the run has stopped.
+    """
+    return EXIT_OK if restarts_ranks(environ) else EXIT_AGAIN
+
+
+def launch_of(environ: Mapping[str, str]) -> str:
+    """Return what tells this launch, with all its restarts of ranks, from others; "" where ranks are not restarted."""
+    if not restarts_ranks(environ):
+        return ""
+    return f"{environ[_RUN_ID]}.{environ.get('SLURM_RESTART_COUNT') or 0}"
+
+
+def end_launcher_at_exit(environ: Mapping[str, str]) -> None:
+    """Have the torchrun of this node end, instead of starting its ranks anew, when this process has told its error."""
+    if restarts_ranks(environ):
+        atexit.register(_end_launcher, os.getpid())
+
+
+def _end_launcher(pid: int) -> None:
+    import psutil
+
+    if os.getpid() != pid:  # a fork's exit is not this rank's
+        return
+    with suppress(psutil.Error):
+        for parent in psutil.Process().parents():
+            if any(Path(word).name in _NAMES for word in parent.cmdline()[:4]):
+                parent.send_signal(signal.SIGTERM)
+                return

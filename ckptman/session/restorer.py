@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.engine.comm.control_group import Channel, RankFailed, failing_as_one
-from ckptman.engine.loading.accepted import AllowedMismatches, Skipped, told
+from ckptman.engine.loading.allowed_mismatches import AllowedMismatches, Skipped, told
 from ckptman.engine.loading.fit import State
 from ckptman.engine.loading.loader import load
 from ckptman.engine.loading.other_weights import OtherWeights

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from ckptman.engine.comm.control_group import AllRanks, Channel, RankFailed
 from ckptman.engine.comm.peers import Place
-from ckptman.engine.saving.finite_check import OnNonfinite
 from ckptman.engine.saving.memory_saves import MemorySaves
+from ckptman.engine.saving.save_checks import OnNonfinite
 from ckptman.engine.saving.saver import Saver
 from ckptman.errors import CkptmanError, ConfigError, RankLostError, plain, warn_only
 from ckptman.jobs.slurm.commands import ended_jobs
-from ckptman.policies.memory_tier import MemoryTier
+from ckptman.policies.tiers import MemoryTier
 from ckptman.runtime.outcome import this_node
 from ckptman.session.memory_restore import MemoryRestore
 from ckptman.session.run_session import RunSession

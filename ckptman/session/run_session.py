@@ -33,16 +33,16 @@ from ckptman.errors import (
 )
 from ckptman.policies.crash_loop import MOST_IN_VAIN, starts_in_vain
 from ckptman.policies.intervals import seconds_text
-from ckptman.runtime.attempts import highest_attempt
-from ckptman.runtime.journal import Journal, events_of, suspects_of
-from ckptman.runtime.launcher import end_launcher_at_exit, launch_of
+from ckptman.runtime.journal import Journal, events_of, suspects_of, typical_save_seconds
 from ckptman.runtime.log import tell, tell_event
-from ckptman.runtime.measurements import typical_save_seconds
 from ckptman.runtime.outcome import (
     CHAIN_ENV,
     OUTCOME_ENV,
     Outcome,
     attempt_number,
+    end_launcher_at_exit,
+    highest_attempt,
+    launch_of,
     own_outcome,
     read_outcome,
     report_node,

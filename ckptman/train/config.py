@@ -17,7 +17,6 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from ckptman.errors import ConfigError, NotFoundError, UnknownKeyError
-from ckptman.policies.memory_tier import MemoryTier
 from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast, RetentionPolicy
 from ckptman.policies.save_policies import (
     BeforeDeadline,
@@ -28,6 +27,7 @@ from ckptman.policies.save_policies import (
     OnStop,
     SavePolicy,
 )
+from ckptman.policies.tiers import MemoryTier
 from ckptman.storage.format.paths import MEMORY_PATH
 
 if sys.version_info >= (3, 11):

@@ -20,8 +20,8 @@ import ckptman
 from ckptman.engine.saving import memory_saves
 from ckptman.engine.saving.staging import Slot
 from ckptman.policies import EverySteps, OnStop
-from ckptman.runtime.attempts import highest_attempt
 from ckptman.runtime.journal import read_journal
+from ckptman.runtime.outcome import highest_attempt
 from ckptman.storage.catalog import rollback
 from tests.helpers.apps import App
 from tests.helpers.checkpoints import flip_byte

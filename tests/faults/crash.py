@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import ckptman
-from ckptman.engine.saving import finite_check
+from ckptman.engine.saving import save_checks
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.prune import execute, plan_prune
@@ -165,8 +165,8 @@ class Story:
             execute(root, plan_prune(root, ckptman.KeepLast(self.keep)), "0123abcd-1") if root.exists() else None
             return
         state = content(0)
-        looked_at = patch.object(finite_check, "parameter_names", lambda tensors: ["one"])
-        as_module = patch.object(finite_check, "module_of", lambda value: value if value is state["x"] else None)
+        looked_at = patch.object(save_checks, "parameter_names", lambda tensors: ["one"])
+        as_module = patch.object(save_checks, "module_of", lambda value: value if value is state["x"] else None)
         with looked_at, as_module, open_run(root, state, retention=ckptman.KeepLast(self.keep), **self.options) as run:
             run.restore()
             for step, version in self.saves:

@@ -16,8 +16,8 @@ import torch
 import ckptman
 from ckptman.integrations import append_only
 from ckptman.integrations.append_only import AppendOnlyTracker
-from ckptman.runtime.attempts import highest_attempt
-from ckptman.session import tracker_threads
+from ckptman.runtime.outcome import highest_attempt
+from ckptman.session import step_reporter
 from ckptman.storage.catalog.rollback import execute, plan_rollback
 from tests.helpers.ranks import say, start_ranks
 
@@ -34,7 +34,7 @@ def loss(step, attempt):
 
 
 @mock.patch.object(append_only, "CLOSE_SECONDS", 240.0)
-@mock.patch.object(tracker_threads, "CLOSE_SECONDS", 240.0)
+@mock.patch.object(step_reporter, "CLOSE_SECONDS", 240.0)
 def six_attempts(root, make):
     """Run them, each with the trackers that `make(root)` returns, and return the loss of each step as it counts."""
     counts = {}

@@ -3,12 +3,30 @@
 import errno
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
+import ckptman
 from ckptman import ConfigError, CorruptError
-from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, attempt_number, read_outcome, write_outcome
+from ckptman.runtime.outcome import (
+    ATTEMPT_ENV,
+    OUTCOME_ENV,
+    Outcome,
+    attempt_number,
+    code_for_again,
+    highest_attempt,
+    launch_of,
+    read_outcome,
+    restarts_ranks,
+    write_outcome,
+)
+from ckptman.storage.format.manifest import read_manifest
+from ckptman.storage.format.paths import DOT, journal_path, outcome_path, step_folder
 from ckptman.storage.io.durable_files import Disk
 from tests.helpers.faulty_disk import on_disk
 
@@ -119,3 +137,100 @@ def test_a_record_is_seen_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(FileExistsError):
         disk.create_whole_file(path, b"other")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["record.json", "without"]
+
+
+def attempt(root, **options):
+    """One attempt, which saves a step; its number."""
+    with ckptman.Checkpointer(root, {"n": 0}, save_policy=100, deadline=None, signals=None, **options) as checkpointer:
+        checkpointer.save(checkpointer.restore() + 1)
+        return checkpointer.attempt
+
+
+@pytest.mark.parametrize("lost", [[journal_path], [outcome_path], [journal_path, outcome_path]])
+def test_what_is_left_tells_the_number(tmp_path, lost):
+    assert [attempt(tmp_path) for _ in range(3)] == [1, 2, 3]
+    for path in lost:
+        path(tmp_path).unlink()
+    assert attempt(tmp_path) == 4
+
+
+def test_each_thing_alone_tells_it(tmp_path):
+    for _ in range(3):
+        attempt(tmp_path / "run")
+    manifest = read_manifest(tmp_path / "run" / step_folder(3))
+    for keep in (journal_path, outcome_path):
+        root = tmp_path / keep.__name__
+        (root / DOT).mkdir(parents=True)
+        shutil.copy(keep(tmp_path / "run"), keep(root))
+        assert highest_attempt(root, []) == 3
+    assert highest_attempt(tmp_path / "none", [manifest.attempt]) == 3
+    assert highest_attempt(tmp_path / "none", []) == 0
+
+
+def test_a_root_that_was_brought_back_from_a_tier(tmp_path):
+    tiers = [ckptman.Tier(tmp_path / "tier")]
+    for _ in range(3):
+        attempt(tmp_path / "run", tiers=tiers)
+    ckptman.run.Run(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    assert attempt(tmp_path / "run", tiers=tiers) == 4
+
+
+def test_a_journal_of_nonsense_tells_nothing(tmp_path):
+    attempt(tmp_path)
+    with journal_path(tmp_path).open("a") as file:
+        file.write('{"time": 1, "event": "step", "attempt": 99999999999}\n{"event": "x", "attempt": true}\nnot JSON\n')
+    assert attempt(tmp_path) == 2
+
+
+RESTARTS = {"TORCHELASTIC_RUN_ID": "4711", "TORCHELASTIC_MAX_RESTARTS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "restarts"),
+    [
+        ({}, False),
+        ({**RESTARTS, "TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ({**RESTARTS, "TORCHELASTIC_MAX_RESTARTS": "many"}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, False),
+        (RESTARTS, True),
+    ],
+)
+def test_a_planned_stop_is_no_failure_to_who_would_restart_the_ranks(environ, restarts):
+    assert restarts_ranks(environ) == restarts
+    assert code_for_again(environ) == (0 if restarts else 75)
+    assert launch_of(environ) == ("4711.0" if restarts else "")
+
+
+def test_a_requeued_job_is_another_launch():
+    assert launch_of({**RESTARTS, "SLURM_RESTART_COUNT": "2"}) == "4711.2"
+
+
+RANK = """
+import os
+from ckptman.runtime.outcome import end_launcher_at_exit
+end_launcher_at_exit(os.environ)
+if os.fork() == 0:
+    raise SystemExit  # not this rank's exit
+os.wait()
+raise ValueError("the error is told first")
+"""
+
+
+@pytest.mark.parametrize("name", ["torchrun", "other"])
+def test_only_torchrun_is_ended_and_the_error_is_told_first(tmp_path, name):
+    (tmp_path / "rank.py").write_text(RANK)
+    launcher = tmp_path / name
+    launcher.write_text(
+        "import subprocess, sys, time\n"
+        "subprocess.run(['sh', '-c', sys.executable + ' rank.py; :'])\n"
+        "print('still here', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    environ, out = {**os.environ, **RESTARTS}, {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([sys.executable, str(launcher)], cwd=tmp_path, env=environ, **out) as process:
+        told = "".join(iter(process.stdout.readline, "still here\n" if name == "other" else ""))
+        if name == "torchrun":
+            assert process.wait(20) == -signal.SIGTERM
+        assert "ValueError: the error is told first" in told
+        process.kill()

@@ -17,8 +17,8 @@ import ckptman
 from ckptman.errors import ConfigError
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
-from ckptman.session import step_reporter, tracker_threads
-from ckptman.session.tracker_threads import TrackerQueue
+from ckptman.session import step_reporter
+from ckptman.session.step_reporter import TrackerQueue
 from ckptman.storage.format.paths import journal_path, outcome_path
 from tests.helpers.fake_device import fake_devices
 from tests.helpers.tracked_run import drain, settle
@@ -159,8 +159,8 @@ def test_trackers_hear_of_each_attempt_and_of_going_back(tmp_path):
 
 
 def test_a_tracker_that_raises_or_hangs_is_told_of_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(tracker_threads, "CLOSE_SECONDS", 0.5)
-    monkeypatch.setattr(tracker_threads, "MOST_WAITING", 5)
+    monkeypatch.setattr(step_reporter, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(step_reporter, "MOST_WAITING", 5)
     monkeypatch.setattr(step_reporter, "LOOK_SECONDS", 0.0)
     recorder, hanging = Recorder(), Hanging()
     with checkpointer_in(tmp_path, Raising(), hanging, recorder) as checkpointer:
@@ -305,7 +305,7 @@ def test_an_error_without_a_text_is_told_of_by_its_name(tmp_path, caplog):
 
 
 def test_what_waits_is_bounded_by_its_numbers(monkeypatch):
-    monkeypatch.setattr(tracker_threads, "MOST_NUMBERS", 10)
+    monkeypatch.setattr(step_reporter, "MOST_NUMBERS", 10)
     thread, got = TrackerQueue("a test"), list[int]()
     thread.put(got.append, 0)  # no step: it is not dropped
     for step in (1, 2, 3, 4):
@@ -341,3 +341,28 @@ def test_a_tracker_is_given_once(tmp_path):
     tracker = Raising()
     with pytest.raises(ConfigError, match="trackers has the same Raising twice: each needs its own object"):
         ckptman.Checkpointer(tmp_path, {"step": 0}, trackers=[tracker, Raising(), tracker])
+
+
+def run(root, measured, saved=(), policy=10):
+    """What is warned of, where a metric is given at some steps, and some are saved by hand."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        keeps = ckptman.KeepLast(2) | ckptman.KeepBest("val_loss")
+        with ckptman.Checkpointer(root, {"n": 0}, save_policy=policy, retention=keeps, deadline=None) as checkpointer:
+            for step in range(1, 40):
+                metrics = {"loss": 1.0, **({"val_loss": 2.0} if step in measured else {})}
+                checkpointer.step(step, metrics)
+                if step in saved:
+                    checkpointer.save(step, metrics)
+    return [str(each.message) for each in told if "KeepBest" in str(each.message)]
+
+
+@pytest.mark.parametrize(("measured", "saved"), [((), ()), ((10, 20), ()), ((7,), (7,)), ((5, 10, 15, 20), ())])
+def test_a_metric_that_saves_have_is_no_news(tmp_path, measured, saved):
+    assert run(tmp_path, measured, saved) == []
+
+
+def test_a_metric_that_no_save_has_is_told_once(tmp_path):
+    (told,) = run(tmp_path, (7, 14, 21, 28))
+    assert "val_loss was given at step 7, which was not saved, and not at step 10, which is" in told
+    assert "save(step, metrics)" in told

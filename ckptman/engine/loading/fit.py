@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
-from ckptman.engine.loading.accepted import AllowedMismatches, matches, matches_any
+from ckptman.engine.loading.allowed_mismatches import AllowedMismatches, matches, matches_any
 from ckptman.engine.loading.checkpoint_reader import Lazy, SavedState, resolve
 from ckptman.engine.loading.optimizer_fit import (
     conflict,
@@ -30,7 +30,6 @@ from ckptman.engine.loading.optimizer_fit import (
 from ckptman.engine.loading.read_tensors import fills_for_box, read_fills
 from ckptman.engine.state.file_layout import as_bytes
 from ckptman.engine.state.generators import RNGState
-from ckptman.engine.state.grown_buffers import prefixes_that_load
 from ckptman.engine.state.local_shards import (
     QUANTIZED,
     Box,
@@ -43,6 +42,8 @@ from ckptman.engine.state.local_shards import (
     refuse_lazy,
     refuse_unfillable,
 )
+from ckptman.engine.state.module_checks import prefixes_that_load
+from ckptman.engine.state.modules import FROZEN, Trainable
 from ckptman.engine.state.named_state import (
     is_named,
     is_stateful,
@@ -63,7 +64,6 @@ from ckptman.engine.state.optimizers import (
 )
 from ckptman.engine.state.program_faults import naming
 from ckptman.engine.state.tensor_digest import pieces
-from ckptman.engine.state.trainable import FROZEN, Trainable
 from ckptman.errors import ConfigError, plain, warn
 from ckptman.storage.format.value_codec import SEQUENCES, TensorRef, is_leaf, opaque_in, rebuilt
 

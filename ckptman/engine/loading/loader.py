@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from ckptman.engine.comm.control_group import Channel, Contribution, RankFailed
-from ckptman.engine.comm.frozen import agree_on_frozen
-from ckptman.engine.loading.accepted import (
+from ckptman.engine.comm.replicas import agree_on_frozen
+from ckptman.engine.loading.allowed_mismatches import (
     EVERYTHING,
     AllowedMismatches,
     Skipped,
@@ -24,8 +24,8 @@ from ckptman.engine.loading.exchange import SharedReads
 from ckptman.engine.loading.fit import Fit, FitReport, Part, State, name_as
 from ckptman.engine.loading.other_weights import OtherWeights
 from ckptman.engine.loading.read_tensors import NOT_USABLE, fills_for_all, read_fills
+from ckptman.engine.state.modules import Trainable
 from ckptman.engine.state.optimizers import as_before_on_error
-from ckptman.engine.state.trainable import Trainable
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError
 from ckptman.storage.format.manifest import read_manifest
 from ckptman.storage.format.paths import MANIFEST

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ckptman.engine.loading.accepted import matches_any
+from ckptman.engine.loading.allowed_mismatches import matches_any
 from ckptman.engine.loading.checkpoint_reader import SavedState
 from ckptman.errors import ConfigError
 from ckptman.storage.format.renaming import renaming

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ckptman._tracebacks import short_traceback
-from ckptman.engine.loading.accepted import matches, matches_any, told
+from ckptman.engine.loading.allowed_mismatches import matches, matches_any, told
 from ckptman.engine.loading.checkpoint_reader import SavedState, read_to_load, resolve
 from ckptman.engine.loading.read_tensors import check_container, fills_for_all, read_fills
 from ckptman.engine.loading.restricted_unpickler import load_plain

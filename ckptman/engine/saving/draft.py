@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 import ckptman
-from ckptman.engine.saving.finite_check import MOST_NAMES
+from ckptman.engine.saving.save_checks import MOST_NAMES
 from ckptman.errors import ConfigError, ExistsError
 from ckptman.policies.retention_rules import time_to_store
 from ckptman.storage.catalog.backends.backend import check_folder

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptman._torch_compat import StorageInfo
-from ckptman.engine.saving.stale_saves import RankEvidence
+from ckptman.engine.saving.save_checks import RankEvidence
 from ckptman.engine.saving.write_plan import Described
 from ckptman.runtime.health.rank_report import RankHealth
 from ckptman.storage.format.chunk_table import Chunks, ChunkTable, Ints, Rows, TensorRecord, assemble, unpack

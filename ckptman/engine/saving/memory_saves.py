@@ -18,12 +18,12 @@ from pathlib import Path
 from ckptman.engine.comm.control_group import Channel, RankFailed
 from ckptman.engine.comm.peers import Place, losable_nodes, receivers
 from ckptman.engine.saving.draft import SaveInfo, manifest_of
-from ckptman.engine.saving.finite_check import OnNonfinite
 from ckptman.engine.saving.part_exchange import PartExchange
+from ckptman.engine.saving.save_checks import OnNonfinite
 from ckptman.engine.saving.staging import RESERVE_BYTES, Slot, Staged, Stager
 from ckptman.engine.saving.writer import CheckpointWriter, Content, FailedStage, SaveReport
 from ckptman.errors import CkptmanError, RankLostError
-from ckptman.policies.memory_tier import MemoryTier
+from ckptman.policies.tiers import MemoryTier
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.storage.catalog.backends.node_memory import NodeMemory
 from ckptman.storage.catalog.catalog import Catalog, Entry

@@ -19,15 +19,13 @@ from typing import Any, NoReturn
 import torch
 
 from ckptman.engine.comm.control_group import AllRanks, Channel, Contribution, RankFailed, failing_as_one
-from ckptman.engine.comm.frozen import agree_on_frozen
-from ckptman.engine.comm.replicas import compare_replicas
+from ckptman.engine.comm.replicas import agree_on_frozen, compare_replicas
 from ckptman.engine.saving.draft import Draft, SaveInfo
-from ckptman.engine.saving.finite_check import OnNonfinite
 from ckptman.engine.saving.memory_saves import MemorySaves
 from ckptman.engine.saving.refused_values import refused_tensors
 from ckptman.engine.saving.retention_runner import RetentionRunner
+from ckptman.engine.saving.save_checks import OnNonfinite, Stale
 from ckptman.engine.saving.staging import Staged, Stager, refusal
-from ckptman.engine.saving.stale_saves import Stale
 from ckptman.engine.saving.warm_copy import why_not_kept
 from ckptman.engine.saving.write_plan import (
     NameTable,

@@ -18,10 +18,16 @@ import torch
 
 from ckptman.engine.comm.control_group import Channel
 from ckptman.engine.saving.draft import SaveTarget
-from ckptman.engine.saving.finite_check import MOST_NAMES, FiniteCheck, OnNonfinite
 from ckptman.engine.saving.index_writer import IndexWriter, RankResult, write_small
+from ckptman.engine.saving.save_checks import (
+    MOST_NAMES,
+    FiniteCheck,
+    OnNonfinite,
+    ParameterFingerprint,
+    Stale,
+    StaleSaves,
+)
 from ckptman.engine.saving.staging import Staged
-from ckptman.engine.saving.stale_saves import ParameterFingerprint, Stale, StaleSaves
 from ckptman.engine.saving.write_plan import RankFile, memory_of
 from ckptman.engine.state.file_layout import Image, Layout, PlacedBytes, pickled
 from ckptman.engine.state.named_state import Snapshot

@@ -22,6 +22,7 @@ from ckptman._torch_compat import full_names
 from ckptman.engine.state.exact_load import loading_exactly
 from ckptman.engine.state.file_layout import LARGE_BYTES
 from ckptman.engine.state.local_shards import is_dense, memory_order, refuse_lazy
+from ckptman.engine.state.modules import Trainable, is_prepared_loader, load_module, module_of, module_state
 from ckptman.engine.state.optimizers import (
     ORDER,
     get_state,
@@ -31,8 +32,6 @@ from ckptman.engine.state.optimizers import (
     set_state,
 )
 from ckptman.engine.state.program_faults import of_the_program
-from ckptman.engine.state.trainable import Trainable, load_module, module_of, module_state
-from ckptman.engine.state.wrappers import is_prepared_loader
 from ckptman.errors import ConfigError
 from ckptman.storage.format.manifest import Mesh
 from ckptman.storage.format.value_codec import SEQUENCES, TensorRef, array_ref, encode, is_leaf, rebuilt, tensor_ref

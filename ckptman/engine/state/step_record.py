@@ -26,8 +26,8 @@ from ckptman._torch_compat import buffers_of, local_tensor, parameters_of, versi
 from ckptman.engine.state.accelerators import is_capturing
 from ckptman.engine.state.generators import RNGState
 from ckptman.engine.state.local_shards import is_dense, local_parts
+from ckptman.engine.state.modules import module_of
 from ckptman.engine.state.named_state import Snapshot, is_stateful
-from ckptman.engine.state.trainable import module_of
 
 SHARE = 0.02
 """How much of a step recording may take: an object that takes longer is not asked at each step."""

@@ -24,7 +24,7 @@ from ckptman.engine.loading.restricted_unpickler import transforms_in
 from ckptman.errors import CorruptError
 from ckptman.storage.format.paths import METADATA
 from ckptman.storage.format.torch_zip import LOCAL_HEADER_BYTES, PartOfFile, data_at, records
-from ckptman.storage.integrity.table_check import check_table
+from ckptman.storage.integrity.folder_check import check_table
 from ckptman.storage.io.failure_cause import UNREADABLE
 from ckptman.storage.io.safe_open import open_regular
 

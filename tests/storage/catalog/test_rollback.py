@@ -13,8 +13,8 @@ import ckptman
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, ConfigError, CorruptError, NotFoundError, RootError
 from ckptman.policies.retention import KeepLast
-from ckptman.runtime.attempts import highest_attempt
 from ckptman.runtime.journal import read_journal
+from ckptman.runtime.outcome import highest_attempt
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.prune import execute as prune
 from ckptman.storage.catalog.prune import plan_prune

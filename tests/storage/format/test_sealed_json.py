@@ -7,7 +7,7 @@ import pytest
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.policies.retention import KeepLast
 from ckptman.policies.tiers import Tier
-from ckptman.runtime.attempts import highest_attempt
+from ckptman.runtime.outcome import highest_attempt
 from ckptman.storage.catalog.pins import PINNED, pin, read_pin
 from ckptman.storage.catalog.rollback import execute, plan_rollback
 from ckptman.storage.catalog.rollback_records import read_rollbacks

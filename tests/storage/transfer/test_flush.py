@@ -13,7 +13,7 @@ import pytest
 
 from ckptman.errors import BusyError, CkptmanError, ConfigError, CorruptError, NotFoundError, RootError
 from ckptman.policies.retention_rules import KeepLast
-from ckptman.runtime.attempts import highest_attempt
+from ckptman.runtime.outcome import highest_attempt
 from ckptman.storage.catalog import liveness
 from ckptman.storage.catalog.backends.node_memory import NodeMemory
 from ckptman.storage.catalog.catalog import Catalog

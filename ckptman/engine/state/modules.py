@@ -1,14 +1,18 @@
-"""Modules that are trained in part, such as adapters on a frozen base: only that part of them is saved.
+"""The modules of a state: trained in part, or wrapped by frameworks.
+
+Of a module that is trained in part, such as adapters on a frozen base, only that part is saved.
 
 What is frozen is told by a digest, to which those of its shards add up, however it is sharded.
+What frameworks put around the objects of a state is left out, so that each loads what others saved.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +23,6 @@ from ckptman._torch_compat import full_names, versions_of
 from ckptman.engine.state.file_layout import put
 from ckptman.engine.state.local_shards import local_parts
 from ckptman.engine.state.tensor_digest import Digester, components
-from ckptman.engine.state.wrappers import unwrap
 from ckptman.errors import ConfigError
 
 FROZEN = "_frozen_parameters"
@@ -302,3 +305,68 @@ def _digest(digester: Digester, name: str, tensor: torch.Tensor) -> dict[FrozenP
         FrozenPart(name, dtype, shape, box.offsets): int(digester.digest(part, box.offsets).item()) % 2**64
         for box, part in local_parts(tensor, name)
     }
+
+
+_INSIDE = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "lightning.fabric.wrappers._FabricModule": "_forward_module",
+    "lightning.fabric.wrappers._FabricOptimizer": "optimizer",
+    "lightning_fabric.wrappers._FabricModule": "_forward_module",
+    "lightning_fabric.wrappers._FabricOptimizer": "optimizer",
+    "lightning.fabric.wrappers._FabricDataLoader": "_dataloader",
+    "lightning_fabric.wrappers._FabricDataLoader": "_dataloader",
+    "lightning.pytorch.core.optimizer.LightningOptimizer": "optimizer",
+    "pytorch_lightning.core.optimizer.LightningOptimizer": "optimizer",
+    "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
+    "accelerate.scheduler.AcceleratedScheduler": "scheduler",
+}
+"""Wrapper classes, and the attribute under which each has what it was put around."""
+
+
+def unwrap(value: object) -> Any:
+    """Return the object that frameworks have put wrappers around, such as the module in a compiled DDP module.
+
+    Wrappers within a module are left: torch leaves their names out itself.
+    """
+    while (name := _inside(type(value))) is not None:  # type: ignore[arg-type]  # mypy: a class has no hash
+        value = getattr(value, name)
+    return value
+
+
+def is_prepared_loader(value: object) -> bool:
+    """Return whether Accelerate has prepared this loader. It passes for a DataLoader that has a state dict."""
+    return any(_class_name(base) == "accelerate.data_loader.DataLoaderAdapter" for base in type(value).__mro__)
+
+
+class UnwrappedState(MutableMapping[str, Any]):
+    """View of a state that has each object without its wrappers. What is set or deleted, is so in the state itself."""
+
+    def __init__(self, state: MutableMapping[str, Any]) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Any:
+        return unwrap(self._state[name])
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._state[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+@lru_cache(maxsize=256)
+def _inside(kind: type) -> str | None:
+    """Return the attribute under which objects of a class have what they are put around; None: it is no wrapper."""
+    return next(filter(None, (_INSIDE.get(_class_name(base)) for base in kind.__mro__)), None)
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

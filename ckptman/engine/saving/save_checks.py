@@ -1,6 +1,9 @@
-"""Whether a save holds anything new: one whose parameters all equal those of the save before, although steps have
-passed, is a stale save.
+"""What is seen of a save in the bytes that it writes anyhow: is it finite, and does it hold anything new?
 
+Finite: looked at behind the training. Looked at are the parameters of modules and the state of optimizers. Buffers are
+not: a mask may hold -inf on purpose.
+
+Stale: a save whose parameters all equal those of the save before, although steps have passed.
 What is wrong then is outside of the checkpoint, such as a cached copy of the weights that is saved again and again
 (NeMo RL#3312: found after three of them). Every byte of it is what was saved, so checking digests finds nothing.
 It costs next to nothing: each rank has the digests of the blocks of its data file at hand. Those of blocks within a
@@ -13,7 +16,7 @@ import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +26,46 @@ from xxhash import xxh3_128
 from ckptman._torch_compat import full_names
 from ckptman.engine.saving.write_plan import RankFile
 from ckptman.engine.state.file_layout import Image, PlacedBytes
-from ckptman.engine.state.named_state import Snapshot
-from ckptman.engine.state.trainable import module_of
+from ckptman.engine.state.modules import module_of
+from ckptman.engine.state.named_state import Snapshot, parameter_names
 from ckptman.storage.io.checksums import BLOCK_BYTES, DIGEST_BYTES
+from ckptman.storage.io.finite_scan import FiniteScan, Range, can_be_infinite
+
+OnNonfinite = Literal["keep", "refuse", "ignore"]
+MOST_NAMES = 10
+"""So many names of tensors that are not finite are kept: as a rule it is all of them."""
+
+
+class FiniteCheck:
+    """Knows where in the data file of this rank the tensors lie that should be finite."""
+
+    def __init__(self, file: RankFile, snapshot: Snapshot, state: Mapping[str, Any]) -> None:
+        optimizers = tuple(f"{name}.state." for name, each in state.items() if isinstance(each, torch.optim.Optimizer))
+        names = {each for each in snapshot.tensors if each.startswith(optimizers)}
+        for name, value in state.items():
+            if (module := module_of(value)) is not None:
+                names |= {f"{name}.{each}" for each in parameter_names(module)}
+        self.file = file
+        self._ranges = _find(file, names)
+
+    def begin(self) -> FiniteScan:
+        """Return what looks at one file that is being written."""
+        return FiniteScan(self._ranges)
+
+
+def _find(file: RankFile, names: Collection[str]) -> list[Range]:
+    dtypes = {name: dtype for name, dtype, _ in (*file.plan.tensors, *file.plan.own_tensors)}
+    found = []
+    for piece, place in zip(file.pieces, file.places):
+        dtype = dtypes[piece.name]
+        size = math.prod(piece.sizes) * getattr(torch, dtype).itemsize
+        if size and piece.name in names and can_be_infinite(dtype):
+            found.append(Range(place.payload, place.payload + size, piece.name, dtype))
+    return sorted(found)
+
 
 _NAMED = 3
-Range = tuple[int, int]
+_ByteRange = tuple[int, int]
 """Begin and end, in bytes of the data file."""
 
 
@@ -51,7 +88,7 @@ class _Places:
 
     file: RankFile
     blocks: NDArray[np.int64]
-    ranges: tuple[Range, ...]
+    ranges: tuple[_ByteRange, ...]
     pickled: tuple[int, ...]
     tensors: int
     names: tuple[str, ...]
@@ -117,7 +154,7 @@ class StaleSaves:
         if self._places is None or self._places[0] is not file:
             places = None
             with contextlib.suppress(Exception):  # not to know what should change is no reason not to save
-                places = _find(file, _parameter_names(state, optimizers) & snapshot.tensors.keys())
+                places = _find_parameters(file, _parameter_names(state, optimizers) & snapshot.tensors.keys())
             self._places = file, places
         rates = [group["lr"] for each in optimizers for group in each.param_groups if "lr" in group]
         resting = bool(rates) and all(map(_is_zero, rates))
@@ -178,12 +215,12 @@ def _parameter_names(state: Mapping[str, Any], optimizers: Sequence[torch.optim.
     }
 
 
-def _find(file: RankFile, names: Collection[str]) -> _Places | None:
+def _find_parameters(file: RankFile, names: Collection[str]) -> _Places | None:
     """Find the tensors of these names in the data file of this rank; None: there are none."""
     described = (*file.plan.tensors, *file.plan.own_tensors)
     item_bytes = {name: getattr(torch, dtype).itemsize for name, dtype, _ in described}
     blocks: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
-    ranges: list[Range] = []
+    ranges: list[_ByteRange] = []
     largest: dict[str, int] = {}
     for piece, place in zip(file.pieces, file.places):
         size = math.prod(piece.sizes) * item_bytes[piece.name]

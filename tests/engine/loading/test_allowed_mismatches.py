@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import ckptman
-from ckptman.engine.loading.accepted import matches, patterns_of
+from ckptman.engine.loading.allowed_mismatches import matches, patterns_of
 from ckptman.engine.state.named_state import snapshot
 from tests.helpers.ranks import run_ranks
 
