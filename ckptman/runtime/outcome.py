@@ -23,7 +23,6 @@ from typing import Literal, get_args
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, ConfigError, CorruptError, masked
 from ckptman.runtime.journal import read_journal
-from ckptman.storage.catalog.rollback_records import read_rollbacks
 from ckptman.storage.format.paths import DOT, journal_path, outcome_path
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.safe_open import read_regular
@@ -173,6 +172,8 @@ _MOST_ATTEMPTS = 10**6
 def highest_attempt(root: Path, saved_by: Iterable[int]) -> int:
     """Return the highest number that anything of a root tells of: its journal, outcome and rollbacks, and those that
     saved its checkpoints, which may be in its tiers. 0: there was no attempt. Raises: as `read_rollbacks`; OSError."""
+    from ckptman.storage.catalog.rollback_records import read_rollbacks  # pydantic, which a chain does without
+
     numbers = list(saved_by)
     numbers += [each.attempt for each in read_rollbacks(root).values() if each.attempt is not None]
     with contextlib.suppress(CkptmanError):  # gone, or damaged: the others tell
