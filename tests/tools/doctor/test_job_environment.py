@@ -215,7 +215,7 @@ def test_processes_of_this_node(environ, processes):
 )
 def test_without_torch_it_is_said_and_ctrl_c_meanwhile_is_ctrl_c(code, told, tmp_path):
     (tmp_path / "torch.py").write_text(code)
-    command = "from ckptman.engine.state.accelerators import torch_facts; print(torch_facts())"
+    command = "from ckptman.engine.state.installed_torch import torch_facts; print(torch_facts())"
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}
     ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=240, env=environ)
     assert told in (ran.stderr if "Interrupt" in code else ran.stdout)
