@@ -235,7 +235,6 @@ def _strict(data: Any) -> Any:
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from ckptman.forecast.transfer_time import Remaining
     from ckptman.storage.transfer.progress import Meter
 
 
@@ -308,18 +307,17 @@ def copy_progress(name: str) -> Iterator[Meter]:
     if not sys.stderr.isatty():
         yield Meter()
         return
-    from rich.progress import DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    left = TextColumn("{task.fields[left]}", markup=False)
-    with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn(), left) as bar:
-        task = bar.add_task(plain(name), total=None, left="")
+    with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task(plain(name), total=None)
         shown = [""]
 
         def show(meter: Meter) -> None:
             if shown[0] != meter.phase:  # else the speed would be that of the phase before
                 shown[0] = meter.phase
                 bar.reset(task, total=meter.total_bytes, description=f"{plain(name)}: {meter.phase}")
-            bar.update(task, completed=meter.done_bytes, left=left_text(meter.remaining()))
+            bar.update(task, completed=meter.done_bytes)
 
         yield Meter(show)
 
@@ -337,13 +335,3 @@ def _bar(*columns: Any) -> Progress:
         transient=True,
         redirect_stdout=sys.stdout.isatty(),
     )
-
-
-def left_text(left: Remaining | None) -> str:
-    """`12 s left`, or where both matter `12 s left: 8 s of bytes, 4 s of files`."""
-    if left is None:
-        return ""
-    told = f"{age(left.seconds)} left"
-    if left.both_matter:
-        told += f": {age(left.byte_seconds)} of bytes, {age(left.file_seconds)} of files"
-    return told

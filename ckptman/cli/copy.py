@@ -60,13 +60,13 @@ def copy(
 ) -> None:
     """Copy checkpoints to another root, and read every byte back before they count.
 
-    Interrupted, it goes on from where it was when it is run again. A copy keeps its name, step and sequence. One that
-    is there already is not copied again.
+    Interrupted, it copies the files that are missing when it is run again. A copy keeps its name, step and sequence.
+    One that is there already is not copied again.
     """
     from ckptman.storage.catalog.backends.backend import find_url, open_backend
     from ckptman.storage.catalog.reader_lease import GoneError
     from ckptman.storage.format.paths import parse_step
-    from ckptman.storage.transfer.copy import CopyOptions, copy_foreign
+    from ckptman.storage.transfer.copy import CopyOptions
     from ckptman.storage.transfer.progress import Limit
 
     shared = None if limit is None else Limit(parse_rate("--limit", limit))
@@ -83,11 +83,11 @@ def copy(
         for entry in job.counting(entries, asked=step is not None):
             job.attempt(entry, place, store)
     elif step is None and not every and is_foreign(path):
-        with copy_progress(path.name) as meter:
-            job.done(copy_foreign(path, place, replace(options, meter=meter)))
+        raise ConfigError(
+            f"{path} is of plain DCP and has no digests, so nobody could say whether a copy of it is right: ckptman "
+            f"adopt gives it digests where it is; or copy its files with cp -a"
+        )
     else:
-        if target_url is None:
-            _refuse_inside(path, Path(destination))
         asked = step is not None or is_checkpoint(path)
         for looks_left in reversed(range(_LOOKS)):
             try:
@@ -98,13 +98,6 @@ def copy(
                 if asked or not looks_left:
                     raise
     job.end()
-
-
-def _refuse_inside(path: Path, root: Path) -> None:
-    """A root inside of the root that is copied would be one of its folders. Raises: ConfigError."""
-    source, target = path.resolve(), root.resolve()
-    if source == target or source in target.parents:
-        raise ConfigError(f"{root} is {path} itself, or inside of it: name a root outside of what is copied")
 
 
 class _Job:
@@ -215,15 +208,13 @@ class _Job:
 
 def copied_lines(copied: Copied) -> list[str]:
     """What became of one checkpoint, in words."""
-    name = f"step {copied.step}" if copied.step is not None else copied.source
+    name = f"step {copied.step}"
     what = f"{console.size(copied.bytes)} in {console.count(copied.files, 'file')}"
     if copied.already:
         lines = [f"{name}: there already, {what}, every byte verified"]
     else:
         lines = [f"{name}: copied, {what}{_pace(copied.written_bytes, copied.copy_seconds)}; every byte read back"]
         lines[0] += _pace(copied.bytes, copied.verify_seconds)
-    if copied.step is None:
-        lines.append("  it has no digests of its own: the copy is held against what was read, not what was saved")
     if not copied.already and copied.written_bytes < copied.bytes:
         kept = console.size(copied.bytes - copied.written_bytes)
         lines.append(f"  {kept} of it were there already")

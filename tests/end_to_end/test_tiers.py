@@ -201,7 +201,7 @@ def test_a_store_that_cannot_be_asked_is_no_reason_to_start_over(tmp_path, bucke
     monkeypatch.setattr(ObjectBackend, "first_seconds", 0.0)
     root, tiers = tmp_path / "run", [ckptman.Tier(f"s3://{bucket}/runs/a")]
     run(root, tiers, 20)
-    proxy.first(2, "503", lambda request: request.lists)
+    proxy.first(2 * 3, "503", lambda request: request.lists)  # the client asks three times
     with pytest.warns(RuntimeWarning, match="cannot be looked at"):
         assert run(root, tiers, 20) == 20
     shutil.rmtree(root)

@@ -58,14 +58,6 @@ def interrupt(phase, after_bytes=1):
     return once(phase, stop, after_bytes)
 
 
-def plain(folder, content=b"one"):
-    """Make what looks like a checkpoint of plain DCP, in two files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("__0_0.distcp", ".metadata"):
-        (folder / name).write_bytes(content * 5000)
-    return folder
-
-
 def names(root):
     """What is in a root, in order, but for what ckptman keeps there for itself."""
     return sorted(path.name for path in root.iterdir() if path.name != DOT)

@@ -20,7 +20,7 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.storage.io.checksums import BLOCK_BYTES, DIGEST_BYTES, Digests, digests_bytes
 from ckptman.storage.io.durable_files import DISK, named, open_new
-from ckptman.storage.io.threads import ALIGN_BYTES, computing_threads, io_threads, relay, stride_of
+from ckptman.storage.io.threads import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, stride_of
 
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -72,6 +72,20 @@ def write_source(
     return Written.of(blocks, source.size_bytes, file.buffered_because)
 
 
+class Sink(Protocol):
+    """Takes the pieces of a file, at any place; one that is not direct and has one thread, from front to back."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether pieces have to begin on a page, in memory and in the file."""
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of it."""
+
+    def flush(self) -> None:
+        """Flush it to storage."""
+
+
 class InPlace:
     """A file that is what it is to be already, and whose bytes are digested only."""
 
@@ -85,21 +99,31 @@ class InPlace:
 
 
 def write_all(
-    file: FileWriter | InPlace, source: Source, threads: int, look: Callable[[int, memoryview], None] | None = None
+    file: Sink,
+    source: Source,
+    threads: int,
+    look: Callable[[int, memoryview], None] | None = None,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    piece_bytes: int = STRIDE_BYTES,
+    on_error: Callable[[], None] = lambda: None,
 ) -> bytes:
     """Fill a file from its source and flush it to storage. Return the digests of its blocks. Raises: as
-    `write_source`."""
-    size, stride = source.size_bytes, stride_of(BLOCK_BYTES)
-    blocks = bytearray(digests_bytes(size, BLOCK_BYTES))
+    `write_source`.
+
+    `piece_bytes`: at most so much at a time. `on_error`: as of `relay`.
+    """
+    size, stride = source.size_bytes, stride_of(block_bytes, piece_bytes)
+    blocks = bytearray(digests_bytes(size, block_bytes))
 
     def prepare(number: int, scratch: memoryview) -> memoryview:
         offset = number * stride
         scratch = scratch[: min(stride, size - offset)]
         data = _flat(source.view(offset, scratch), len(scratch))
-        data, digests = _digest(data, scratch, file.is_direct)
+        data, digests = _digest(data, scratch, file.is_direct, block_bytes)
         if look is not None:
             look(offset, data)
-        at = offset // BLOCK_BYTES * DIGEST_BYTES
+        at = offset // block_bytes * DIGEST_BYTES
         blocks[at : at + len(digests)] = digests
         return data
 
@@ -114,6 +138,7 @@ def write_all(
         first_threads=computing_threads(threads) if threads > 1 and file.is_direct else threads,
         then_threads=threads - 1 if file.is_direct else 0,
         scratch_bytes=stride,
+        on_error=on_error,
     )
     file.flush()
     return bytes(blocks)
@@ -217,13 +242,13 @@ class FileWriter:
         self.buffered_because = self.buffered_because or why
 
 
-def _digest(data: memoryview, scratch: memoryview, direct: bool) -> tuple[memoryview, bytes]:
+def _digest(data: memoryview, scratch: memoryview, direct: bool, block_bytes: int) -> tuple[memoryview, bytes]:
     """The data where a write can take it from, and the digests of its blocks."""
     array, aligned = np.frombuffer(data, np.uint8), np.frombuffer(scratch, np.uint8)
     copied = direct and array.ctypes.data % ALIGN_BYTES != 0
     found, digests = scratch if copied else data, []
-    for low in range(0, len(data), BLOCK_BYTES):
-        high = min(low + BLOCK_BYTES, len(data))
+    for low in range(0, len(data), block_bytes):
+        high = min(low + block_bytes, len(data))
         if copied:  # block by block: each is digested while it is in the cache of the core
             np.copyto(aligned[low:high], array[low:high])
         digests.append(xxh3_128_digest(found[low:high]))

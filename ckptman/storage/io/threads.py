@@ -76,14 +76,22 @@ def stride_of(block_bytes: int, most_bytes: int = STRIDE_BYTES) -> int:
     return max(block_bytes, most_bytes // block_bytes * block_bytes)
 
 
-def share_out(count: int, work: Callable[[int, memoryview], None], *, threads: int, scratch_bytes: int) -> None:
+def share_out(
+    count: int,
+    work: Callable[[int, memoryview], None],
+    *,
+    threads: int,
+    scratch_bytes: int,
+    on_error: Callable[[], None] = lambda: None,
+) -> None:
     """Call `work(number, scratch)` once for each number below `count`, from the calling thread and `threads - 1` more.
 
     Numbers are handed out in order. `scratch` is page-aligned memory of the thread, of at least `scratch_bytes`.
     The first error stops the others after the piece they are at, and is raised as it is. No thread outlives the call.
-    Where there is no memory for that many, fewer do it.
+    Where there is no memory for that many, fewer do it. `on_error`: called at the first error, to wake those that wait
+    for something else than storage.
     """
-    job = _Job(count)
+    job = _Job(count, on_error)
 
     def run(scratch: memoryview) -> None:
         try:
@@ -119,14 +127,14 @@ def relay(
     One half waits for storage and the other computes, each in threads of its own: so storage has something to do all
     the time, and no more is computed at once than there are cores for. As many pieces are in memory as there are
     threads, fewer where there is no memory for that many. `then_threads` of 0: the first threads do both halves of
-    each. `on_error`: called at the first error, to wake those that wait for something else than storage.
+    each.
     """
 
     def both(number: int, scratch: memoryview) -> None:
         then(number, scratch, first(number, scratch))
 
     if not then_threads:
-        share_out(count, both, threads=first_threads, scratch_bytes=scratch_bytes)
+        share_out(count, both, threads=first_threads, scratch_bytes=scratch_bytes, on_error=on_error)
         return
     first_threads, then_threads = min(first_threads, count), min(then_threads, count)
     free: SimpleQueue[memoryview | None] = SimpleQueue()

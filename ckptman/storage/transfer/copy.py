@@ -6,39 +6,39 @@ what is newest stays newest.
 
 from __future__ import annotations
 
-import errno
 import os
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import ckptman
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, ExistsError
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, ExistsError, plain
 from ckptman.storage.catalog.backends.backend import Backend
 from ckptman.storage.catalog.backends.drafts import CopyDraft, NotReadBackError
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.backends.source import (
     CopySource,
-    Finish,
-    ForeignSource,
-    SourceError,
+    Reading,
     SourceInfo,
     blaming_source,
 )
 from ckptman.storage.catalog.catalog import Entry
-from ckptman.storage.format.manifest import FileRecord, Manifest
-from ckptman.storage.format.paths import MANIFEST, parse_step
-from ckptman.storage.integrity.damage_report import Damage, located, of_bytes
-from ckptman.storage.io.checksums import digest_of_blocks
-from ckptman.storage.io.file_scan import Scanned
-from ckptman.storage.transfer.copy_bytes import move
+from ckptman.storage.format.paths import MANIFEST, digests_name, parse_step
+from ckptman.storage.io.checksums import DIGEST_BYTES, digest_of_blocks
+from ckptman.storage.io.file_scan import default_threads
+from ckptman.storage.io.file_writer import InPlace, Sink, write_all
+from ckptman.storage.io.threads import STRIDE_BYTES, io_threads, share_out
 from ckptman.storage.transfer.progress import Limit, Meter, Phase
+
+REMOTE_THREADS = 8
+"""As many wait for a network at a time, where nobody says otherwise."""
 
 
 @dataclass(frozen=True)
 class CopyOptions:
-    """How a copy is made. `threads` None: as many as a save and a verify have.
+    """How a copy is made. `threads` None: as many as a save and a verify have, or 8 where a network is waited for.
 
     `limit`: to what is copied, and to what is read back after it. `overwrite`: another checkpoint of its name goes.
     """
@@ -48,32 +48,25 @@ class CopyOptions:
     meter: Meter = field(default_factory=Meter)
     overwrite: bool = False
 
-    def passed(self, count: int) -> None:
-        """So many bytes were read, to look at them or to check them: held back as those that are copied are."""
-        if self.limit is not None:
-            self.limit.take(count)
-        self.meter.moved(count, 1.0)
-
 
 @dataclass(frozen=True)
 class Copied:
     """What became of one checkpoint. Bytes without the manifest; times in seconds.
 
-    `already`: it was there, and is what it is here. `written_bytes`: the others were there from an attempt before.
+    `already`: it was there, and is what it is here. `written_bytes`: other files were there from an attempt before.
     `from_memory`: why what was read back may not have come from storage; "" where it did. `remarks`: what did not
     travel, or could not be noted.
     """
 
     source: str
     path: str
-    step: int | None
+    step: int
     files: int
     bytes: int
     already: bool
     written_bytes: int = 0
     copy_seconds: float = 0.0
     verify_seconds: float = 0.0
-    buffered_because: str = ""
     from_memory: str = ""
     remarks: tuple[str, ...] = ()
 
@@ -83,9 +76,9 @@ def copy_checkpoint(
 ) -> Copied:
     """Copy one complete checkpoint to another place, verified there, and then visible as a whole.
 
-    One that is there already is not copied again. Interrupted anywhere, it can be called again and goes on from what
-    was copied. Both sides are leased meanwhile, so no prune takes anything away. Called by `ckptman copy`, and by a
-    drain, which may remove the source once this returns.
+    One that is there already is not copied again. Interrupted anywhere, it can be called again, and copies the files
+    that are not there yet. Both sides are leased meanwhile, so no prune takes anything away. Called by `ckptman copy`,
+    and by a drain, which may remove the source once this returns.
 
     Args:
         entry: As `source` lists it.
@@ -103,15 +96,6 @@ def copy_checkpoint(
         check_apart(entry.path, place.where)
     with source.reading(entry, "copy"):
         return _copy(source.open(entry), place, options or CopyOptions())
-
-
-def copy_foreign(folder: Path, place: Backend, options: CopyOptions | None = None) -> Copied:
-    """The same of what plain DCP wrote: its files as they are, held against digests of what was read.
-
-    Raises: as `copy_checkpoint`; ConfigError also where a place holds only what has a manifest.
-    """
-    check_apart(folder, place.where)
-    return _copy(ForeignSource(folder), place, options or CopyOptions())
 
 
 def check_apart(folder: Path, where: str | os.PathLike[str]) -> None:
@@ -152,19 +136,18 @@ def _bring(original: CopySource, draft: CopyDraft, options: CopyOptions) -> Copi
     facts = original.facts
     begun = time.monotonic()
     try:
-        there = _look(draft, options)
+        there = draft.tidy()
+        cached = draft.uncache(there, final=False, flush=True)
+        wrong = _check(original, draft, there, "looking", options, final=False)
         looked = time.monotonic()
-        moved = move(original, draft, there, meter=options.meter, limit=options.limit, threads=options.threads)
+        missing = {name: size for name, size in facts.sizes.items() if name not in there or name in wrong}
+        _put(original, draft, missing, options)
         copied = time.monotonic()
-        # What was put in place was read a moment ago where it was right then.
-        names = [name for name in facts.sizes if not draft.in_place or name in moved.written]
-        cached = draft.uncache(final=False)
-        problems = _wrong(draft, names, _manifest_of(facts, moved.digests), options)
-        if problems:
-            raise NotReadBackError(draft.draft, problems)
-        # Without digests, what was read may be some of what was there and some of what was saved over it since.
-        if facts.manifest is None and (lost := original.lost()) is not None:
-            raise lost
+        # What lies in memory would be compared with itself.
+        cached = draft.uncache(missing, final=False, flush=False) or cached
+        wrong = _check(original, draft, missing, "verifying", options, final=False)
+        if wrong:
+            raise NotReadBackError(draft.draft, tuple(wrong.values()))
     except (CkptmanError, OSError) as error:
         # What can never be finished would only take up room.
         lost = original.lost()
@@ -177,12 +160,157 @@ def _bring(original: CopySource, draft: CopyDraft, options: CopyOptions) -> Copi
     path = draft.publish(options.overwrite)
     return replace(
         _report(facts, path, already=False),
-        written_bytes=moved.written_bytes,
-        copy_seconds=copied - looked if draft.in_place else copied - begun,
-        verify_seconds=verified - copied + (looked - begun if draft.in_place else 0.0),  # each file was read in one
-        buffered_because=moved.buffered_because,
+        written_bytes=sum(missing.values()),
+        copy_seconds=copied - looked,
+        verify_seconds=verified - copied + looked - begun,  # each file was read in one of the two
         from_memory="this file system keeps what was written in memory" if cached else "",
     )
+
+
+def _put(original: CopySource, draft: CopyDraft, sizes: Mapping[str, int], options: CopyOptions) -> None:
+    """Copy files, each from its beginning. Raises: CorruptError (the original is damaged), SourceError, OSError."""
+    run = _Pass(original, "copying", sizes, options)
+
+    def put(name: str, threads: int) -> None:
+        with closing(_Incoming(original, name, run)) as file:
+            draft.put(file, threads)
+
+    is_remote = original.is_remote or draft.is_remote
+    run.each(put, options.threads or (REMOTE_THREADS if is_remote else io_threads()), apart=draft.is_remote)
+
+
+def _check(
+    original: CopySource, draft: CopyDraft, sizes: Mapping[str, int], phase: Phase, options: CopyOptions, *, final: bool
+) -> dict[str, str]:
+    """Read files of a draft, or of what has its name, and say what of them is not what was saved, by name.
+
+    Raises: RootError: a store cannot be asked.
+    """
+    run, wrong = _Pass(original, phase, sizes, options), dict[str, str]()
+
+    def check(name: str, threads: int) -> None:
+        try:
+            with closing(_File(name, sizes[name], draft.open(name, final=final), run)) as file:
+                blocks = file.write_to(InPlace(), threads)
+        except CorruptError:
+            wrong[name] = f"{plain(name)} is cut short, or no file"
+        except CkptmanError:
+            raise
+        except OSError as error:
+            wrong[name] = f"{plain(name)} cannot be read: {error.strerror or error}"
+        else:
+            if not _is_right(original, name, blocks):
+                wrong[name] = f"{plain(name)} is not what was saved{_which_block(original, name, blocks)}"
+
+    run.each(check, options.threads or (REMOTE_THREADS if draft.is_remote else 2 * default_threads()))
+    return dict(sorted(wrong.items()))
+
+
+class _Stopped(BaseException):
+    """Another piece or another file has failed. Nobody tries this one again."""
+
+
+class _Pass:
+    """One pass over files: which threads work on which, and what they have in common."""
+
+    def __init__(self, original: CopySource, phase: Phase, sizes: Mapping[str, int], options: CopyOptions) -> None:
+        self.block_bytes = original.facts.manifest.block_bytes
+        self.options, self._sizes = options, sizes
+        self._over = False
+        self._at_work: set[_File] = set()
+        options.meter.begin(phase, sum(sizes.values()))
+
+    def each(self, work: Callable[[str, int], None], threads: int, *, apart: bool = False) -> None:
+        """Call `work(name, threads)` for each file. Large ones are taken two at a time, so that one is written while
+        the other is flushed, and several threads work on each. On a small one, or with `apart`, one does."""
+        names = sorted(self._sizes, key=lambda name: -self._sizes[name])
+        large = 0 if apart else sum(size > STRIDE_BYTES for size in self._sizes.values())
+        at_once = max(1, min(large, threads, 2))
+        self._share(names[:large], at_once, lambda name: work(name, threads // at_once))
+        self._share(names[large:], threads, lambda name: work(name, 1))
+
+    @contextmanager
+    def working(self, file: _File) -> Iterator[None]:
+        """While this lasts, the file is stopped where another one fails. Raises: _Stopped: one has."""
+        self._at_work.add(file)
+        try:
+            if self._over:
+                raise _Stopped
+            yield
+        finally:
+            self._at_work.discard(file)
+
+    def _share(self, names: Sequence[str], at_once: int, work: Callable[[str], None]) -> None:
+        def one(number: int, scratch: memoryview) -> None:
+            try:
+                work(names[number])
+            except _Stopped:
+                if not self._over:  # else who has failed says why
+                    raise
+
+        share_out(len(names), one, threads=at_once, scratch_bytes=0, on_error=self._stop)
+
+    def _stop(self) -> None:
+        self._over = True
+        for file in list(self._at_work):
+            file.stopped.set()
+
+
+class _File:
+    """The bytes of a file as they are read. They are counted once where it has to be begun again."""
+
+    def __init__(self, name: str, size: int, reading: Reading, run: _Pass) -> None:
+        self.name, self.size_bytes = name, size
+        self.stopped = threading.Event()
+        self._reading, self._run = reading, run
+        self._lock = threading.Lock()
+        self._most = 0
+
+    def view(self, offset: int, scratch: memoryview) -> memoryview:
+        options = self._run.options
+        if options.limit is not None:
+            options.limit.take(len(scratch), self.stopped)
+        if self.stopped.is_set():
+            raise _Stopped
+        data = self._reading.read(offset, scratch)
+        with self._lock:
+            more = max(0, offset + len(data) - self._most)
+            self._most += more
+        options.meter.moved(more)
+        return data
+
+    def write_to(self, sink: Sink, threads: int) -> bytes:
+        """Write all of it to a sink, and return the digests of its blocks. Raises: OSError, CkptmanError."""
+        block, piece, stop = self._run.block_bytes, self._reading.piece_bytes, self.stopped.set
+        self.stopped.clear()
+        with self._run.working(self):
+            return write_all(sink, self, threads, block_bytes=block, piece_bytes=piece, on_error=stop)
+
+    def close(self) -> None:
+        self._reading.close()
+
+
+class _Incoming(_File):
+    """See `Incoming`. What goes wrong here is the original's."""
+
+    def __init__(self, original: CopySource, name: str, run: _Pass) -> None:
+        with blaming_source(original.facts.where):
+            super().__init__(name, original.facts.sizes[name], original.open(name), run)
+        self.is_remote, self._original = original.is_remote, original
+
+    def view(self, offset: int, scratch: memoryview) -> memoryview:
+        with blaming_source(self._original.facts.where):
+            return super().view(offset, scratch)
+
+    def pass_to(self, sink: Sink, threads: int) -> None:
+        blocks = self.write_to(sink, threads)
+        if _is_right(self._original, self.name, blocks):
+            return
+        where, which = self._original.facts.where, _which_block(self._original, self.name, blocks)
+        see = "" if self.is_remote else f", or run `ckptman verify {where}` to see all that is damaged"
+        raise CorruptError(
+            f"{where}: {plain(self.name)} is not what was saved{which}. It was not copied: copy another checkpoint{see}"
+        )
 
 
 def _already(original: CopySource, draft: CopyDraft, options: CopyOptions) -> Copied | None:
@@ -195,13 +323,11 @@ def _already(original: CopySource, draft: CopyDraft, options: CopyOptions) -> Co
     problem = draft.difference()
     if problem is None:
         return None
-    if not problem and facts.manifest is None:
-        problem = _difference_in_bytes(original, draft, options)
-    elif not problem and not draft.is_verified():
-        draft.uncache(final=True)
-        wrong = _wrong(draft, list(facts.sizes), _manifest_of(facts, {}), options, final=True)
-        problem = "is damaged there: " + "; ".join(wrong) if wrong else ""
-        if not wrong:
+    if not problem and not draft.is_verified():
+        draft.uncache(facts.sizes, final=True, flush=True)  # who brought it there may not have flushed it
+        wrong = _check(original, draft, facts.sizes, "verifying", options, final=True)
+        problem = "is damaged there: " + "; ".join(wrong.values()) if wrong else ""
+        if not problem:
             draft.note_verified_copy()
     if problem:
         if options.overwrite and not draft.may_replace():
@@ -214,114 +340,45 @@ def _already(original: CopySource, draft: CopyDraft, options: CopyOptions) -> Co
 
 
 def _report(facts: SourceInfo, path: str, *, already: bool) -> Copied:
-    step = facts.manifest.step if facts.manifest else None
-    return Copied(facts.where, path, step, len(facts.sizes), facts.bytes, already, remarks=facts.remarks)
+    return Copied(facts.where, path, facts.manifest.step, len(facts.sizes), facts.bytes, already, remarks=facts.remarks)
 
 
-def _look(draft: CopyDraft, options: CopyOptions) -> dict[str, bytes]:
-    """Digest what an attempt before left of files."""
-    there: dict[str, bytes] = {}
-
-    def finish(found: Scanned) -> None:
-        if found.refused is None and not found.unreadable:
-            there[found.name] = bytes(found.blocks)
-
-    if sizes := draft.tidy():
-        _scan(draft, sizes, "looking", finish, options)
-    return there
+def _is_right(original: CopySource, name: str, blocks: bytes) -> bool:
+    return digest_of_blocks([blocks]) == original.facts.manifest.files[name].digest
 
 
-def _wrong(
-    draft: CopyDraft, names: Iterable[str], proof: Manifest, options: CopyOptions, final: bool = False
-) -> tuple[str, ...]:
-    """Read files, of the draft or of what has its name, and say what of them is not what was saved."""
-    flaws = _Flaws(Path(draft.where if final else draft.draft), proof)
-    sizes = {name: proof.files[name].bytes for name in names}
-    changed = _scan(draft, sizes, "verifying", flaws.judge, options, final=final)
-    return (*flaws.in_words(), *changed)
-
-
-class _Flaws:
-    """What of some files is not what was saved, and what of them cannot be read."""
-
-    def __init__(self, folder: Path, proof: Manifest) -> None:
-        self._folder, self._proof = folder, proof
-        self.damage: list[Damage] = []
-        self._unread: list[str] = []
-
-    def judge(self, found: Scanned) -> None:
-        if found.refused is not None:
-            self._unread.append(f"{found.name} cannot be read: {found.refused.strerror or found.refused}")
-        elif found.unreadable or digest_of_blocks([bytes(found.blocks)]) != self._proof.files[found.name].digest:
-            self.damage += of_bytes(found, self._folder, self._proof)
-
-    def in_words(self) -> list[str]:
-        in_order = sorted(self.damage, key=lambda each: each.file)
-        return [*map(str, located(in_order, self._folder, self._proof) if in_order else ()), *sorted(self._unread)]
-
-
-def _scan(
-    draft: CopyDraft,
-    sizes: Mapping[str, int],
-    phase: Phase,
-    finish: Finish,
-    options: CopyOptions,
-    *,
-    final: bool = False,
-) -> Iterable[str]:
-    options.meter.begin(phase, sum(sizes.values()), 0)
-    return draft.scan(sizes, final=final, finish=finish, threads=options.threads, done=options.passed)
+def _which_block(original: CopySource, name: str, blocks: bytes) -> str:
+    """The first block of a file that is not what was saved, in words; "" where its digests are not at hand."""
+    beside, facts = digests_name(name), original.facts
+    if beside is None or beside not in facts.sizes:
+        return ""
+    try:
+        with closing(original.open(beside)) as file:
+            known = bytes(file.read(0, memoryview(bytearray(facts.sizes[beside]))))[: len(blocks)]
+    except (CkptmanError, OSError):
+        return ""
+    if not _is_right(original, name, known):  # damaged, too
+        return ""
+    each = range(0, len(known), DIGEST_BYTES)
+    first = next(at for at in each if known[at : at + DIGEST_BYTES] != blocks[at : at + DIGEST_BYTES]) // DIGEST_BYTES
+    return f": block {first:,} (from byte {first * facts.manifest.block_bytes:,} on) has changed"
 
 
 def _check_original(original: CopySource, options: CopyOptions) -> None:
     """Another checkpoint goes before what takes its place is there, so that has to be whole before it goes.
 
-    Raises: CorruptError, SourceError.
+    Raises: CorruptError, NotFoundError, SourceError.
     """
-    facts, folder = original.facts, Path(original.facts.where)
-    flaws = _Flaws(folder, _manifest_of(facts, {}))
-    options.meter.begin("verifying", facts.bytes, 0)
-    with blaming_source(facts.where):
-        for name in facts.sizes:
-            try:
-                original.open(name).close()  # which looks at its size
-            except FileNotFoundError as error:
-                if not os.path.lexists(folder):
-                    raise
-                raise CorruptError(f"{folder / name} is missing, so it replaces nothing: copy another one") from error
-        original.scan(finish=flaws.judge, threads=options.threads, done=options.passed)
+    sizes = original.facts.sizes
+    run = _Pass(original, "verifying", sizes, options)
+
+    def check(name: str, threads: int) -> None:
+        with closing(_Incoming(original, name, run)) as file:
+            file.pass_to(InPlace(), threads)
+
+    try:
+        run.each(check, options.threads or (REMOTE_THREADS if original.is_remote else 2 * default_threads()))
+    except (CkptmanError, OSError) as error:
+        raise original.lost() or error from None
     if (lost := original.lost()) is not None:
         raise lost
-    if not (words := flaws.in_words()):
-        return
-    why = f"{facts.where} is not what was saved ({'; '.join(words[:3])})"
-    text = f"{why}, so it replaces nothing: copy another checkpoint"
-    raise CorruptError(text) if flaws.damage else SourceError(errno.EIO, text)
-
-
-def _difference_in_bytes(original: CopySource, draft: CopyDraft, options: CopyOptions) -> str:
-    """Why files of these sizes are no copy of what has no digests; "" where they are."""
-    draft.uncache(final=True)
-    here, there = list[Scanned](), list[Scanned]()
-    threads, done = options.threads, options.passed
-    original.scan(finish=here.append, threads=threads, done=done)
-    draft.scan(original.facts.sizes, final=True, finish=there.append, threads=threads, done=done)
-    same = {each.name: each.blocks for each in here} == {each.name: each.blocks for each in there}
-    all_read = not any(each.unreadable or each.refused for each in (*here, *there))
-    return "" if same and all_read else "is there, with other bytes in its files"
-
-
-def _manifest_of(facts: SourceInfo, digests: dict[str, str]) -> Manifest:
-    """The manifest; of files of others one as it would be, to hold what is read back against what was read."""
-    return facts.manifest or Manifest(
-        step=0,
-        sequence=1,
-        time_seconds=0,
-        reason="",
-        world_size=1,
-        torch_version="",
-        ckptman_version=ckptman.__version__,
-        run_id="",
-        block_bytes=facts.block_bytes,
-        files={name: FileRecord(bytes=size, digest=digests[name]) for name, size in facts.sizes.items()},
-    )

@@ -295,6 +295,7 @@ def test_a_pinned_one_that_was_abandoned_stays_where_its_step_is_saved_again(tmp
 @pytest.mark.parametrize("kind", ["memory", "s3"])
 def test_of_two_that_begin_at_once_one_is_told(ends, kind, root, other, place, meanwhile, request):
     if kind == "s3":
+        request.getfixturevalue("monkeypatch").setattr(object_draft, "PART_BYTES", 5 * 2**20)
         place = ObjectBackend(f"s3://{request.getfixturevalue('bucket')}/runs")
     rival = ObjectBackend(place.url)
     begun = json.dumps({"tag": "f" * 16, "host": "elsewhere", "pid": 7}).encode()
@@ -340,7 +341,7 @@ def test_what_was_taken_over_meanwhile_gets_no_manifest(by, root, place, meanwhi
         "nobody": lambda: place.remove(NOTE),
         "the same": lambda: upload(root, ObjectBackend(place.url)),
     }
-    meanwhile(copying, "move", take_over[by])
+    meanwhile(copying, "_put", take_over[by])
     if by == "the same":
         assert not upload(root, place).already
     else:
@@ -355,7 +356,7 @@ def test_an_original_that_is_gone_takes_no_copy_of_somebody_else_with_it(root, p
         (root / FOLDER).rename(tmp_path / "gone")  # it is in the tier now, so it may go
         raise NotFoundError("it is gone")
 
-    meanwhile(copying, "move", go, before=True)
+    meanwhile(copying, "_put", go, before=True)
     with pytest.raises(GoneError):
         upload(root, place)
     assert whole(place) == [True]
@@ -497,10 +498,10 @@ def test_what_a_killed_drain_was_removing_goes_with_the_next(after, tmp_path, pl
 def test_an_original_that_cannot_be_read_keeps_no_other_from_a_store(size, tmp_path, place, monkeypatch):
     root, read = tmp_path / "run", FolderReading.read
 
-    def broken(self, offset, size, scratch):
+    def broken(self, offset, scratch):
         if "step-0000000020" in str(self.path):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
-        return read(self, offset, size, scratch)
+        return read(self, offset, scratch)
 
     commit(root, 10)
     commit(root, 20, rows=size)

@@ -7,12 +7,11 @@ import shutil
 import signal
 import threading
 from contextlib import nullcontext
-from multiprocessing import get_context
 
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.errors import BusyError, ConfigError, ExistsError, NotFoundError, RootError
+from ckptman.errors import BusyError, ExistsError, RootError
 from ckptman.policies.tiers import Tier
 from ckptman.storage.catalog.backends import source as copysource
 from ckptman.storage.catalog.backends.local import LocalBackend
@@ -21,16 +20,15 @@ from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.liveness import this_process
 from ckptman.storage.catalog.pins import PINNED
 from ckptman.storage.catalog.tiers import write_tiers
-from ckptman.storage.format import index
 from ckptman.storage.format.paths import MANIFEST, owner_path
 from ckptman.storage.io import file_reader
 from ckptman.storage.io.durable_files import Disk
-from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint, copy_foreign
+from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
 from ckptman.storage.transfer.drain import carry_out, plan_drain
 from ckptman.storage.transfer.progress import Limit
-from tests.helpers.checkpoints import commit, flip_byte, note_in, steps_of
-from tests.helpers.copies import a_copy_of, a_run_in, copy, interrupt, names, once, plain
-from tests.helpers.faulty_disk import Death, holds, on_disk
+from tests.helpers.checkpoints import commit, note_in, steps_of
+from tests.helpers.copies import a_copy_of, a_run_in, copy, names, once
+from tests.helpers.faulty_disk import holds, on_disk
 from tests.storage.catalog.test_tiers import drain
 
 STEP = "step-0000000200"
@@ -49,12 +47,6 @@ def source(tmp_path, monkeypatch):
 @pytest.fixture
 def root(tmp_path):
     return tmp_path / "root"
-
-
-@pytest.fixture
-def outputs(tmp_path):
-    """What looks like a checkpoint of plain DCP."""
-    return plain(tmp_path / "outputs")
 
 
 # ---- what comes there at the last moment -----------------------------------------------------------------------------
@@ -104,8 +96,10 @@ COMES = {
 @pytest.mark.parametrize("kind", COMES)
 def test_what_came_there_first_stays(after, kind, source, root):
     final, own = root / STEP, holds(source)[200]
-    late = Late(lambda: COMES[kind](source, final), after=after)
-    with on_disk(late), pytest.raises((ExistsError, RootError)) as told:
+    with (
+        pytest.raises((ExistsError, RootError)) as told,
+        on_disk(Late(lambda: COMES[kind](source, final), after=after)),
+    ):
         copy(source, root)
     if kind == "another":
         assert re.search(f"{STEP} came to be there meanwhile, and is another.*--overwrite", str(told.value))
@@ -127,8 +121,7 @@ def test_what_came_there_first_stays(after, kind, source, root):
 
 
 def test_what_may_be_replaced_is_by_the_next_copy_at_the_latest(source, root):
-    late = Late(lambda: commit(root, 200), after=True)
-    with on_disk(late), pytest.raises(RootError, match=f"{STEP}.*copy again"):
+    with pytest.raises(RootError, match=f"{STEP}.*copy again"), on_disk(Late(lambda: commit(root, 200), after=True)):
         copy(source, root, overwrite=True)
     assert list(holds(root)) == [200]
     assert copy(source, root, overwrite=True).written_bytes == 0
@@ -175,7 +168,7 @@ def test_a_draft_that_another_copy_took_over_is_not_published(source, root):
                 self.create_file(owner_path(path, 2), other.model_dump_json().encode() + b"\n")
                 self.remove_file(path / MANIFEST)
 
-    with on_disk(Suspended()), pytest.raises(BusyError, match="another copy of the same checkpoint"):
+    with pytest.raises(BusyError, match="another copy of the same checkpoint"), on_disk(Suspended()):
         copy(source, root)
     assert not (root / STEP).exists()
 
@@ -249,24 +242,23 @@ def test_a_rollback_goes_along_with_what_is_named_by_a_link(source, root, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("modules", "function", "name"),
+    ("module", "function", "name"),
     [
-        ([file_reader], "open_regular", "__0_0.distcp"),
-        *(([copysource, index], "read_regular", name) for name in (MANIFEST, PINNED, "blocks-00000.bin")),
+        *((file_reader, "open_regular", name) for name in ("__0_0.distcp", "blocks-00000.bin")),
+        *((copysource, "read_regular", name) for name in (MANIFEST, PINNED)),
     ],
 )
 def test_with_all_a_file_that_cannot_be_read_keeps_no_other_checkpoint(
-    modules, function, name, source, root, capsys, monkeypatch
+    module, function, name, source, root, capsys, monkeypatch
 ):
-    for module in modules:
-        real = getattr(module, function)
+    real = getattr(module, function)
 
-        def closed(path, *arguments, real=real, **options):
-            if (path.parent.name, path.name) == ("step-0000000100", name):
-                raise OSError(errno.EIO, os.strerror(errno.EIO))  # as of a read, which does not say of what
-            return real(path, *arguments, **options)
+    def closed(path, *arguments, **options):
+        if (path.parent.name, path.name) == ("step-0000000100", name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))  # as of a read, which does not say of what
+        return real(path, *arguments, **options)
 
-        monkeypatch.setattr(module, function, closed)
+    monkeypatch.setattr(module, function, closed)
     assert main(["copy", "source", "root", "--all"]) == 10
     assert "step 100: not copied: source/step-0000000100" in capsys.readouterr().out
     assert steps_of(Catalog(root).complete()) == [200]
@@ -297,28 +289,25 @@ def test_an_interrupt_is_not_held_back_by_a_limit(source, root):
     class Interrupted(Limit):
         told = threading.Lock()
 
-        def take(self, count):
+        def take(self, count, over):
             if self.told.acquire(blocking=False):
                 os.kill(os.getpid(), signal.SIGINT)
-            super().take(count)
+            super().take(count, over)
 
     with pytest.raises(KeyboardInterrupt):
         copy(source, root, limit=Interrupted(1.0), threads=2)
     assert list(root.glob("*.tmp-copy-*")), "the next copy goes on there"
 
 
-@pytest.mark.parametrize("of_others", [False, True])
-def test_a_mount_that_goes_away_is_no_original_that_is_gone(of_others, source, root, tmp_path):
-    folder = plain(source / "outputs")
+def test_a_mount_that_goes_away_is_no_original_that_is_gone(source, root, tmp_path):
     means = CopyOptions(meter=once("copying", lambda: source.rename(tmp_path / "away"), 0), threads=1)
     place, entry = LocalBackend(root), Catalog(source).entry(200)
     with pytest.raises(SourceError, match=r"No such file.*check the mount"):
-        copy_foreign(folder, place, means) if of_others else copy_checkpoint(entry, place, means)
+        copy_checkpoint(entry, place, means)
     assert len(names(root)) == 1
 
 
-@pytest.mark.parametrize("of_others", [False, True])
-def test_what_was_copied_by_hand_is_flushed_before_it_counts(of_others, source, root, outputs):
+def test_what_was_copied_by_hand_is_flushed_before_it_counts(source, root):
     class Watched(Disk):
         def __init__(self):
             self.flushed = set()
@@ -329,101 +318,10 @@ def test_what_was_copied_by_hand_is_flushed_before_it_counts(of_others, source, 
         def sync_folder(self, path):
             self.flushed.add(str(path))
 
-    folder = outputs if of_others else source / STEP
-    there = root / folder.name
-    shutil.copytree(folder, there)
-    with on_disk(Watched()) as disk:
-        copied = copy_foreign(folder, LocalBackend(root)) if of_others else copy(source, root)
-    assert copied.already
-    assert of_others or note_in(there).every_byte
+    disk, there = Watched(), root / STEP
+    shutil.copytree(source / STEP, there)
+    with on_disk(disk):
+        assert copy(source, root).already
+    assert note_in(there).every_byte
     wanted = {str(path) for path in (there, *there.iterdir()) if path.name not in (MANIFEST, "verified.json")}
     assert wanted <= disk.flushed
-
-
-# ---- checkpoints of others -------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_of_others_is_copied_by_bytes(root, outputs):
-    (outputs / "__0_0.distcp").write_bytes(os.urandom(2 * STRIDE + 12_345))
-    (outputs / "__1_0.distcp").touch()
-    place = LocalBackend(root)
-    with pytest.raises(KeyboardInterrupt):
-        copy_foreign(outputs, place, CopyOptions(threads=1, meter=interrupt("copying", STRIDE + 1)))
-    copied = copy_foreign(outputs, place, CopyOptions(threads=1))
-    assert 0 < copied.written_bytes < copied.bytes
-    here, there = ({path.name: path.read_bytes() for path in each.iterdir()} for each in (outputs, root / "outputs"))
-    assert here == there
-    assert copy_foreign(outputs, place).already
-    flip_byte(root / "outputs" / "__0_0.distcp")
-    with pytest.raises(ExistsError, match="with other bytes"):
-        copy_foreign(outputs, place)
-    copy_foreign(outputs, place, CopyOptions(overwrite=True))
-    (outputs / "__2_0.distcp").touch()
-    with pytest.raises(ExistsError, match="with other files"):
-        copy_foreign(outputs, place)
-    (outputs / "link").symlink_to("/etc/passwd")
-    with pytest.raises(ConfigError, match="has link in it"):
-        copy_foreign(outputs, place)
-    with pytest.raises(ConfigError):
-        copy_foreign(outputs, LocalBackend(outputs / "inside"))
-
-
-@pytest.mark.parametrize("phase", ["copying", "verifying"])
-@pytest.mark.parametrize("content", [b"", b"two"], ids=["cut short", "saved over"])
-def test_a_checkpoint_of_others_that_changes_meanwhile_is_no_mixture(phase, content, root, outputs):
-    changed = once(phase, lambda: plain(outputs, content))
-    with pytest.raises(NotFoundError, match="was deleted, or saved again"):
-        copy_foreign(outputs, LocalBackend(root), CopyOptions(threads=1, meter=changed))
-    assert names(root) == []
-    assert not copy_foreign(outputs, LocalBackend(root)).already
-
-
-def test_of_others_what_is_no_checkpoint_is_never_replaced(root, outputs):
-    thesis = root / "outputs" / "thesis.tex"
-    thesis.parent.mkdir(parents=True)
-    thesis.touch()
-    with pytest.raises(ExistsError, match="and is no checkpoint: move it away"):
-        copy_foreign(outputs, LocalBackend(root), CopyOptions(overwrite=True))
-    assert thesis.exists()
-    thesis.rename(thesis.with_name("__0_0.distcp"))
-    assert not copy_foreign(outputs, LocalBackend(root), CopyOptions(overwrite=True)).already
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_what_an_error_or_a_kill_left_of_what_was_saved_over_is_cleared_by_the_next_copy(killed, root, outputs):
-    class Full(Disk):
-        def sync_file(self, fd):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    if killed:
-        options = CopyOptions(meter=once("verifying", lambda: os._exit(9)))
-        child = get_context("fork").Process(target=copy_foreign, args=(outputs, LocalBackend(root), options))
-        child.start()
-        child.join()
-        assert child.exitcode == 9
-    else:
-        with on_disk(Full()), pytest.raises(RootError, match="no room"):
-            copy_foreign(outputs, LocalBackend(root))
-    assert len(names(root)) == 1
-    (root / "outputs.tmp-copy-of-mine").mkdir()
-    plain(outputs, b"three")
-    copy_foreign(outputs, LocalBackend(root))
-    assert names(root) == ["outputs", "outputs.tmp-copy-of-mine"]
-
-
-@pytest.mark.parametrize("where", ["old", "trash"])
-def test_of_what_was_replaced_nothing_is_left_after_a_kill_either(where, root, outputs):
-    class Killed(Disk):
-        def rename(self, source, target):
-            super().rename(source, target)
-            if f".{where}-copy-" in target.name:
-                raise Death
-
-    copy_foreign(outputs, LocalBackend(root))
-    (root / "outputs.old-copy-20261122").mkdir()
-    plain(outputs, b"three")
-    with on_disk(Killed()), pytest.raises(Death):
-        copy_foreign(outputs, LocalBackend(root), CopyOptions(overwrite=True))
-    assert len(names(root)) == 3
-    copy_foreign(outputs, LocalBackend(root), CopyOptions(overwrite=True))
-    assert names(root) == ["outputs", "outputs.old-copy-20261122"]

@@ -29,6 +29,7 @@ def no_waits(monkeypatch):
     """What is tried again is tried at once, in this process."""
     monkeypatch.setattr(ObjectBackend, "attempts", 4)
     monkeypatch.setattr(ObjectBackend, "first_seconds", 0.0)
+    monkeypatch.setattr(object_store, "_FOR_S3", {"config_kwargs": {"retries": {"total_max_attempts": 1}}})
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def place(bucket, monkeypatch):
 def impatient(place, failure, attempts):
     """The same place; where the server is silent, it is not waited for long: only then, as this host may be busy."""
     seconds = 0.5 if failure == "hang" else 60
-    config = {"connect_timeout": 10, "read_timeout": seconds, "retries": {"total_max_attempts": 1}}
+    config = {"read_timeout": seconds, "retries": {"mode": "standard", "total_max_attempts": 3}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(object_store, "_FOR_S3", {"config_kwargs": config})
         found = ObjectBackend(place.url)

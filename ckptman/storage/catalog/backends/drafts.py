@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
 from ckptman.errors import BusyError, RootError
-from ckptman.storage.catalog.backends.source import Done, Finish
+from ckptman.storage.catalog.backends.source import Reading
+from ckptman.storage.io.file_writer import Sink
 
 
-class Writing(Protocol):
-    """One file that is being written, from several threads."""
+class Incoming(Protocol):
+    """A file on its way into a draft."""
 
-    buffered_because: str
-    """Why a large file did not go by direct I/O alone; "" where it did."""
+    name: str
+    size_bytes: int
+    is_remote: bool
+    """Whether it comes through a network."""
 
-    def write(self, data: memoryview, offset: int, scratch: memoryview) -> None:
-        """Write a piece. `scratch`: where it may lie, with room for whole pages. Raises: OSError."""
+    def pass_to(self, sink: Sink, threads: int) -> None:
+        """Write all of it, from its beginning, flush it, and hold it against what was saved.
 
-    def finish(self) -> None:
-        """Make the file durable: all its pieces were written. Raises: OSError."""
-
-    def close(self) -> None:
-        """Let go of the file; of one that was not finished nothing need stay."""
+        Raises: CorruptError (it is something else), SourceError, what the sink raises.
+        """
 
 
 class CopyDraft(Protocol):
-    """A checkpoint on its way into a backend. The next copy of the same checkpoint goes on where this one ended.
+    """A checkpoint on its way into a backend. The next copy of the same checkpoint takes the files that are whole.
 
-    Called in this order: `difference`, `claimed`, `tidy`, `writer` or `put_in_order` for each file, `publish`. Each
-    raises OSError and CkptmanError.
+    Called in this order: `difference`, `claimed`, `tidy`, `put` for each file, `publish`. Each raises OSError and
+    CkptmanError.
     """
 
     where: str
@@ -41,10 +41,8 @@ class CopyDraft(Protocol):
     """What it is meanwhile, for messages."""
     in_place: bool
     """Whether files are put as a whole and under their final names: then what has the name goes first."""
-    in_order: bool
-    """Whether a file can be put only from its first byte to its last: by `put_in_order`, and not by `writer`."""
-    writers: int
-    """As many threads write to it where nobody says otherwise; 0: as many as a save has."""
+    is_remote: bool
+    """Whether it goes through a network: then one thread puts a file, and several wait for it at a time."""
 
     def difference(self) -> str | None:
         """Compare what has the name with what is to be copied, by names and sizes.
@@ -71,30 +69,25 @@ class CopyDraft(Protocol):
         """Have the draft alone until the block ends. Raises: BusyError, ExistsError."""
 
     def tidy(self) -> dict[str, int]:
-        """Clear it of what has no place in it, and return the files that an attempt before left, with their sizes.
+        """Clear it of what has no place in it, and return the files that have their size already, with that.
 
         Raises: OSError also where all of it will not fit.
         """
 
-    def piece_bytes(self) -> int:
-        """How much is best written at once."""
+    def put(self, file: Incoming, threads: int) -> None:
+        """Write a file from its beginning, checked and durable. Called by several threads at a time.
 
-    def writer(self, name: str, size: int) -> Writing:
-        """Open one of its files for writing."""
-
-    def put_in_order(self, name: str, pieces: Callable[[], Iterator[memoryview]]) -> None:
-        """Write one of its files from front to back. `pieces`: asked anew where the file has to be begun anew."""
-
-    def scan(
-        self, sizes: Mapping[str, int], *, final: bool, finish: Finish, threads: int | None, done: Done
-    ) -> Sequence[str]:
-        """Read files and digest their blocks. Return what was written to meanwhile, in words.
-
-        `sizes`: how many bytes of each. `final`: those of what has the name, and not those of the draft.
+        Raises: CorruptError: what came is not what was saved.
         """
 
-    def uncache(self, *, final: bool) -> bool:
-        """Have its files read from storage the next time. True where some may still come from memory."""
+    def uncache(self, names: Iterable[str], *, final: bool, flush: bool) -> bool:
+        """Have files read from storage the next time. True where some may still come from memory.
+
+        `final`: those of what has the name, and not those of the draft. `flush`: that may not have been done.
+        """
+
+    def open(self, name: str, *, final: bool) -> Reading:
+        """Open a file for reading. Raises: CorruptError (it is none, or has another size), OSError."""
 
     def publish(self, replace: bool) -> str:
         """Give it its manifest, and make it visible as a whole, durably. Return where it is."""
@@ -111,7 +104,7 @@ class NotReadBackError(RootError):
         super().__init__(
             errno.EIO,
             f"{draft} does not give back what was written to it ({'; '.join(problems[:3])}), so the copy does not "
-            f"count: copy again, which writes what is wrong once more; if it comes again, do not trust this storage",
+            f"count: copy again, which writes these files once more; if it comes again, do not trust this storage",
         )
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 """A copy on its way into a folder: a draft that the next attempt finds again, claimed by one process at a time.
 
-It is `NAME.tmp-copy-<tag of the original>`, beside what it becomes, so a copy that was interrupted anywhere is taken up
-where it was, and nothing else.
+It is `NAME.tmp-copy-<tag of the original>`, beside what it becomes: the next copy of the same checkpoint finds there
+what is whole already, and no other one does.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptman.errors import BusyError, CkptmanError, RootError
-from ckptman.storage.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing
+from ckptman.storage.catalog.backends.drafts import BusyCopyingError, Incoming, NotReadBackError
 from ckptman.storage.catalog.backends.page_cache import drop_all
-from ckptman.storage.catalog.backends.source import AGAIN, Done, Finish, SourceInfo, refused
-from ckptman.storage.catalog.liveness import Owner, is_this_process, process_lives
+from ckptman.storage.catalog.backends.source import AGAIN, FolderReading, Reading, SourceInfo, refused
+from ckptman.storage.catalog.liveness import Owner, is_this_process
 from ckptman.storage.catalog.overwrite import may_be_replaced
 from ckptman.storage.catalog.pins import PINNED
 from ckptman.storage.catalog.reader_lease import lease
@@ -31,10 +30,9 @@ from ckptman.storage.format.manifest import missing_file, read_manifest
 from ckptman.storage.format.paths import DOT, MANIFEST, new_nonce
 from ckptman.storage.io.durable_files import DISK, holding
 from ckptman.storage.io.failure_cause import FULL
-from ckptman.storage.io.file_scan import Scanned, Stamp, scan, stamp_of
 from ckptman.storage.io.file_writer import FileWriter
 from ckptman.storage.io.safe_open import read_regular
-from ckptman.storage.io.threads import ALIGN_BYTES, stride_of
+from ckptman.storage.io.threads import STRIDE_BYTES
 
 if TYPE_CHECKING:
     from ckptman.storage.catalog.backends.local import LocalBackend
@@ -42,10 +40,6 @@ if TYPE_CHECKING:
 _ATTEMPTS = 3
 _LITTLE_BYTES = 1024 * 1024
 """A draft with less than this in it is not worth keeping."""
-# With a letter: what people add, such as `.old-copy-20261122`, is none of ours.
-_LEFT = re.compile(
-    r"(?P<name>.+)\.(?P<kind>tmp|old|trash)-copy-(?=[0-9]*[a-f])([0-9a-f]{8}|[0-9a-f]{16})", re.ASCII | re.DOTALL
-)
 _known_dead: set[str] = set()
 """Runs that were watched once and found to be gone: of another host that takes half a minute."""
 
@@ -53,7 +47,7 @@ _known_dead: set[str] = set()
 class FolderDraft:
     """See `CopyDraft`."""
 
-    in_place, in_order, writers = False, False, 0
+    in_place, is_remote = False, False
 
     def __init__(self, place: LocalBackend, facts: SourceInfo, nonce: str) -> None:
         self._place, self._facts, self._nonce = place, facts, nonce
@@ -68,10 +62,6 @@ class FolderDraft:
             return None
         if final.is_symlink() or not final.is_dir():
             return "is there, and is no folder"
-        if manifest is None:
-            with os.scandir(final) as items:
-                sizes = {item.name: item.stat(follow_symlinks=False).st_size for item in items if item.name != DOT}
-            return "" if sizes == self._facts.sizes else "is there, with other files"
         try:
             if read_manifest(final).to_json() != manifest.to_json():
                 return "is there, and is another checkpoint"
@@ -87,8 +77,7 @@ class FolderDraft:
         return self._place.is_abandoned(self._final)
 
     def is_verified(self) -> bool:
-        manifest = self._facts.manifest
-        noted = read_verified(self._final, manifest) if manifest is not None else None
+        noted = read_verified(self._final, self._facts.manifest)
         return noted is not None and noted.every_byte
 
     def note_verified_copy(self) -> None:
@@ -102,7 +91,6 @@ class FolderDraft:
             DISK.remove_tree(self._final / DOT)
         if self._facts.pinned is not None and not os.path.lexists(self._final / PINNED):
             DISK.replace_file(self._final / PINNED, self._facts.pinned)
-        self._clear_others()
         root = self._place.root
         known = {each.id for each in read_rollbacks(root).values()}
         later = [each for each in self._facts.rollbacks if each.id not in known]  # since it was copied
@@ -122,7 +110,6 @@ class FolderDraft:
     def claimed(self, replace: bool) -> Iterator[None]:
         self._check_free()
         with _claimed(self._folder, self._place) as self._claim, holding(self._folder):
-            self._clear_others()  # to make room
             yield
 
     def tidy(self) -> dict[str, int]:
@@ -131,13 +118,11 @@ class FolderDraft:
             for item in list(items):
                 status = item.stat(follow_symlinks=False)
                 # A file with another name elsewhere cannot be written to without changing that.
-                if item.name in self._facts.sizes and stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-                    sizes[item.name] = min(status.st_size, self._facts.sizes[item.name])
-                elif item.is_dir(follow_symlinks=False):
-                    if item.name != DOT:
-                        DISK.remove_tree(Path(item.path))
-                else:
-                    DISK.remove_file(Path(item.path))
+                is_file = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+                if is_file and self._facts.sizes.get(item.name) == status.st_size:
+                    sizes[item.name] = status.st_size
+                elif item.name != DOT:
+                    DISK.remove_tree(Path(item.path))
         self._check_room()
         return sizes
 
@@ -152,38 +137,20 @@ class FolderDraft:
             self.abandon()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.draft)
 
-    def piece_bytes(self) -> int:
-        return stride_of(self._facts.block_bytes)
+    def put(self, file: Incoming, threads: int) -> None:
+        path, size = self._folder / file.name, file.size_bytes
+        why = "it is small" if size < STRIDE_BYTES else "it comes through a network" if file.is_remote else None
+        flags = os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with FileWriter(path, size, flags=flags, buffered_because=why) as writer:
+            file.pass_to(writer, threads)
 
-    def writer(self, name: str, size: int) -> Writing:
-        is_large = self.piece_bytes() % ALIGN_BYTES == 0 and size >= ALIGN_BYTES
-        return _FolderWriting(self._folder / name, size, is_large)
+    def uncache(self, names: Iterable[str], *, final: bool, flush: bool) -> bool:
+        folder = self._final if final else self._folder
+        return drop_all(folder, {name: self._facts.sizes[name] for name in names}, flush=flush)
 
-    def put_in_order(self, name: str, pieces: Callable[[], Iterator[memoryview]]) -> None:
-        raise NotImplementedError  # see `in_order`
-
-    def scan(
-        self, sizes: Mapping[str, int], *, final: bool, finish: Finish, threads: int | None, done: Done
-    ) -> Sequence[str]:
-        folder, stamps = self._final if final else self._folder, dict[str, Stamp | None]()
-
-        def end(found: Scanned) -> None:
-            stamps[found.name] = found.stamp
-            finish(found)
-
-        def changed(name: str) -> bool:
-            try:
-                return stamps[name] not in (None, stamp_of(os.lstat(folder / name)))
-            except OSError:
-                return stamps[name] is not None
-
-        in_order = sorted(sizes.items(), key=lambda each: -each[1])  # small ones fill the gaps at the end
-        scan(folder, in_order, self._facts.block_bytes, finish=end, threads=threads, done=done)
-        return [f"{name} was written to or removed while it was verified" for name in filter(changed, stamps)]
-
-    def uncache(self, *, final: bool) -> bool:
-        # Who brought what is there already may not have flushed it.
-        return drop_all(self._final if final else self._folder, self._facts.sizes, flush=final)
+    def open(self, name: str, *, final: bool) -> Reading:
+        folder = self._final if final else self._folder
+        return FolderReading(folder / name, self._facts.sizes[name])
 
     def publish(self, replace: bool) -> str:
         assert self._claim is not None
@@ -198,36 +165,17 @@ class FolderDraft:
         tag = f"copy-{new_nonce()}"
         final = self._place.publish(self._folder, self._facts.name, tag, replace=replace, nonce=self._nonce)
         DISK.remove_tree(final / DOT)
-        self._clear_others()
         return str(final)
 
     def abandon(self) -> None:
         self._place.abandon(self.draft)
-
-    def _clear_others(self) -> None:
-        """Of a checkpoint of others what other copies left is cleared; of ours prunes know the names."""
-        if self._facts.manifest is not None:
-            return
-        for other in self._place.root.iterdir():
-            found = _LEFT.fullmatch(other.name)
-            if other == self._folder or found is None or found["name"] != self._facts.name:
-                continue
-            with contextlib.suppress(OSError, CkptmanError):  # what cannot be removed fails no copy
-                if found["kind"] == "tmp":  # what the same folder held before it was saved over
-                    owner = read_owner(other)
-                    if owner is None or process_lives(owner) is False:
-                        with _claimed(other, self._place):
-                            DISK.remove_tree(other)
-                elif os.path.lexists(self._final):  # what was replaced by that
-                    DISK.remove_tree(other)
 
     def _seal(self) -> None:
         """What is beside the files, the manifest, and the note of what was proved: the last things that are written."""
         written = {}
         if self._facts.pinned is not None:
             written[PINNED] = self._facts.pinned
-        if self._facts.manifest is not None:
-            written[MANIFEST] = self._facts.data
+        written[MANIFEST] = self._facts.data
         for name, data in written.items():
             DISK.write_file(self._folder / name, data)
         drop_all(self._folder, {name: len(data) for name, data in written.items()})
@@ -239,8 +187,6 @@ class FolderDraft:
 
     def _note(self, folder: Path) -> None:
         """Note that every byte was read back. What was proved of the original holds of the very same bytes."""
-        if self._facts.manifest is None:
-            return
         proved = self._facts.proved
         with contextlib.suppress(PermissionError):
             note_verified(
@@ -251,35 +197,6 @@ class FolderDraft:
                 meshes=proved.meshes if proved else (),
                 plan_world_sizes=proved.plan_world_sizes if proved else (),
             )
-
-
-class _FolderWriting:
-    def __init__(self, path: Path, size: int, is_large: bool) -> None:
-        self._size, self._is_large, self.buffered_because = size, is_large, ""
-        self._writer = FileWriter(
-            path,
-            size,
-            flags=os.O_NOFOLLOW | os.O_NONBLOCK,
-            buffered_because=None if is_large else "it is not in whole pages",
-        )
-
-    def write(self, data: memoryview, offset: int, scratch: memoryview) -> None:
-        size = len(data)
-        if self._writer.is_direct and size % ALIGN_BYTES:  # the end of the file: cut off again when it is whole
-            padded = scratch[: size + -size % ALIGN_BYTES]
-            padded[size:] = bytes(len(padded) - size)
-            data = padded
-        self._writer.write(data, offset)
-
-    def finish(self) -> None:
-        self._writer.flush(self._size)
-        self.buffered_because = (self._is_large and self._writer.buffered_because) or ""
-        # What lies in the page cache would be compared with itself.
-        with contextlib.suppress(OSError, AttributeError):
-            os.posix_fadvise(self._writer.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 @contextmanager
@@ -300,7 +217,7 @@ def receive_in_folder(place: LocalBackend, facts: SourceInfo) -> Iterator[Folder
             error.errno,
             f"{place.root} has no room for {facts.name} ({error.strerror or error}; it needs {facts.bytes:,} "
             f"bytes{_free(place.root, error.errno)}): free some with ckptman prune, or raise the quota. Until then "
-            f"{AGAIN} ({'ckptman prune --leftovers clears it' if facts.manifest else 'or remove it by hand'})",
+            f"{AGAIN} (ckptman prune --leftovers clears it)",
         ) from error
 
 

@@ -1,8 +1,8 @@
 """A copy on its way into an object store: objects under their final names, which count once the manifest is there.
 
 `copying.json` says whose objects they are meanwhile, and is put where there is none. Two copies of the same checkpoint
-at a time put the same bytes twice, and harm nothing. On S3 a large file is put in parts, several at a time, each tried
-again by itself. On other stores of fsspec it is put from its first byte to its last.
+at a time put the same bytes twice, and harm nothing. A file is put from its first byte to its last, in parts where the
+store has such; several files are put at a time.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from ckptman.errors import CkptmanError, ConfigError, ExistsError, NotFoundError, plain
-from ckptman.storage.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing
-from ckptman.storage.catalog.backends.object_source import THREADS, scan_objects
+from ckptman.errors import CkptmanError, ExistsError, plain
+from ckptman.storage.catalog.backends.drafts import BusyCopyingError, Incoming, NotReadBackError
+from ckptman.storage.catalog.backends.object_source import ObjectReading
 from ckptman.storage.catalog.backends.object_store import COPYING, REMOVING, ObjectBackend, size_problem
-from ckptman.storage.catalog.backends.source import Done, Finish, SourceInfo
+from ckptman.storage.catalog.backends.source import Reading, SourceInfo
 from ckptman.storage.catalog.overwrite import are_replaceable
 from ckptman.storage.catalog.pins import PINNED
 from ckptman.storage.format.manifest import MOST_BYTES, parse_manifest
 from ckptman.storage.format.paths import MANIFEST
-from ckptman.storage.io.threads import STRIDE_BYTES, stride_of
+from ckptman.storage.io.threads import STRIDE_BYTES
 
 PART_BYTES = 4 * STRIDE_BYTES
 MOST_PARTS = 10_000
@@ -35,19 +35,12 @@ MOST_PARTS = 10_000
 class ObjectDraft:
     """See `CopyDraft`."""
 
-    in_place = True
+    in_place, is_remote = True, True
 
     def __init__(self, place: ObjectBackend, facts: SourceInfo) -> None:
-        if facts.manifest is None:
-            raise ConfigError(
-                f"{facts.where} has no manifest, and in an object store that is what makes a checkpoint: only those "
-                f"of ckptman are copied there"
-            )
         self._place, self._facts, self._name = place, facts, facts.name
-        self._has_parts = hasattr(place.fs, "call_s3")
         self._judged: dict[str, int] = {}
         self._replaces = False
-        self.writers, self.in_order = THREADS, not self._has_parts
         self.where = self.draft = f"{place.url}/{facts.name}"
 
     def difference(self) -> str | None:
@@ -109,38 +102,29 @@ class ObjectDraft:
             self._place.remove(f"{self._name}/{name}")
         return {name: size for name, size in self._facts.sizes.items() if there.get(name) == size}
 
-    def piece_bytes(self) -> int:
-        least = max(PART_BYTES, -(-max(self._facts.sizes.values(), default=0) // (MOST_PARTS // 2)))
-        return stride_of(self._facts.block_bytes, least)
+    def put(self, file: Incoming, threads: int) -> None:
+        path = f"{self._name}/{file.name}"
+        self._place.ask("written", partial(self._put_once, path, file), path)
 
-    def writer(self, name: str, size: int) -> Writing:
-        path, piece = f"{self._name}/{name}", self.piece_bytes()
-        return _Whole(self._place, path) if size <= piece else _Parts(self._place, path, piece)
-
-    def put_in_order(self, name: str, pieces: Callable[[], Iterator[memoryview]]) -> None:
-        path = f"{self._name}/{name}"
-        self._place.ask("written", partial(self._put_once, path, pieces), path)
-
-    def _put_once(self, path: str, pieces: Callable[[], Iterator[memoryview]]) -> None:
-        file: Any = self._place.fs.open(f"{self._place.prefix}/{path}", "wb", block_size=PART_BYTES)
+    def _put_once(self, path: str, file: Incoming) -> None:
+        part = max(PART_BYTES, -(-file.size_bytes // (MOST_PARTS // 2)))
+        stream: Any = self._place.fs.open(f"{self._place.prefix}/{path}", "wb", block_size=part)
         try:
-            for piece in pieces():
-                file.write(bytes(piece))
+            # One thread, so from front to back; and checked before there is an object.
+            file.pass_to(_Sink(stream), 1)
+            with suppress(FileNotFoundError):  # it was done, and the answer was lost: it is read back anyway
+                stream.close()
         except BaseException:
-            # To close it would make an object of what there is.
             with suppress(Exception):
-                file.discard()
+                stream.closed = True  # to close it would make an object of what there is
+                stream.discard()
             raise
-        file.close()
 
-    def scan(
-        self, sizes: Mapping[str, int], *, final: bool, finish: Finish, threads: int | None, done: Done
-    ) -> Sequence[str]:
-        scan_objects(self._place, self._facts, sizes, finish, threads, done)
-        return []
-
-    def uncache(self, *, final: bool) -> bool:
+    def uncache(self, names: Iterable[str], *, final: bool, flush: bool) -> bool:
         return False
+
+    def open(self, name: str, *, final: bool) -> Reading:
+        return ObjectReading(self._place, f"{self._name}/{name}")
 
     def publish(self, replace: bool) -> str:
         if self._facts.pinned is not None:
@@ -197,7 +181,6 @@ class ObjectDraft:
         return note if isinstance(note, dict) else {}
 
     def _problem(self, there: dict[str, int]) -> str | None:
-        assert self._facts.manifest is not None
         return size_problem(self._facts.manifest, there)
 
     def _has_manifest(self, there: dict[str, int]) -> bool:
@@ -227,52 +210,16 @@ class ObjectDraft:
             raise NotReadBackError(self.where, (f"{name} has other bytes",))
 
 
-class _Whole:
-    """An object that is put by one call."""
+class _Sink:
+    """An object that is being put."""
 
-    buffered_because = ""
+    is_direct = False
 
-    def __init__(self, place: ObjectBackend, name: str) -> None:
-        self._place, self._name, self._data = place, name, b""
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
 
-    def write(self, data: memoryview, offset: int, scratch: memoryview) -> None:
-        self._data = bytes(data)
+    def write(self, data: memoryview, offset: int) -> None:
+        self._stream.write(bytes(data))
 
-    def finish(self) -> None:
-        self._place.write(self._name, self._data)
-
-    def close(self) -> None:
-        self._data = b""
-
-
-class _Parts:
-    """An object that is put in parts. It appears when its last part has come."""
-
-    buffered_because = ""
-
-    def __init__(self, place: ObjectBackend, name: str, part: int) -> None:
-        self._place, self._name, self._part = place, name, part
-        self._upload: str = self._ask("create_multipart_upload")["UploadId"]
-        self._tags: dict[int, str] = {}
-
-    def write(self, data: memoryview, offset: int, scratch: memoryview) -> None:
-        number = offset // self._part + 1
-        answer = self._ask("upload_part", PartNumber=number, UploadId=self._upload, Body=bytes(data))
-        self._tags[number] = answer["ETag"]
-
-    def finish(self) -> None:
-        parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(self._tags.items())]
-        with suppress(NotFoundError):  # it was done, and the answer was lost: what is there is read back anyway
-            self._ask("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
-        self._upload = ""
-
-    def close(self) -> None:
-        if self._upload:
-            with suppress(CkptmanError):
-                self._ask("abort_multipart_upload", UploadId=self._upload)
-        self._upload = ""
-
-    def _ask(self, method: str, **arguments: Any) -> Any:
-        bucket, key, _ = self._place.fs.split_path(f"{self._place.prefix}/{self._name}")
-        call = self._place.fs.call_s3
-        return self._place.ask("written", lambda: call(method, Bucket=bucket, Key=key, **arguments), self._name)
+    def flush(self) -> None:
+        """Nothing: it is durable once it is there."""

@@ -57,8 +57,8 @@ _FINAL_NAMES = (
 )
 _UNKNOWN = ("NotImplemented", "InvalidArgument", "InvalidRequest", "501")
 """What stores say that know no condition of a put."""
-_FOR_S3 = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_attempts": 1}}}
-"""It is tried again here, and in one place only."""
+_FOR_S3 = {"config_kwargs": {"read_timeout": 20, "retries": {"mode": "standard", "total_max_attempts": 3}}}
+"""Each request, such as a part of a file, is tried again by its client, and a whole file here: not by s3fs besides."""
 
 T = TypeVar("T")
 
@@ -124,10 +124,10 @@ class ObjectBackend:
             ) from error
         except ValueError as error:
             raise ConfigError(f"{url} is no address of an object store: {masked(str(error))}") from error
-        self.where = self.url
-        self.prefix = prefix.strip("/")
         if hasattr(self.fs, "retries"):
             self.fs.retries = 1
+        self.where = self.url
+        self.prefix = prefix.strip("/")
 
     def listing(self, below: str = "") -> dict[str, int]:
         """Names, below the prefix, and sizes of all objects there, from one listing.

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ def drop(fd: int, size: int, attempts: int = _ATTEMPTS) -> bool:
     return False
 
 
-def drop_all(folder: Path, sizes: dict[str, int], flush: bool = False) -> bool:
+def drop_all(folder: Path, sizes: Mapping[str, int], flush: bool = False) -> bool:
     """Take files out of the page cache of this host; whether some of one may have stayed in it.
 
     `flush`: before that, as who brought them may not have done it. Raises: OSError, where that fails.

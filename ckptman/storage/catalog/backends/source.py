@@ -1,37 +1,31 @@
-"""What a copy reads: a checkpoint in a folder, of ours or of others."""
+"""What a copy reads: a checkpoint in a folder."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError, plain
+from ckptman.errors import CkptmanError, CorruptError, RootError, plain
 from ckptman.storage.catalog.pins import PINNED
 from ckptman.storage.catalog.reader_lease import GoneError, is_gone
 from ckptman.storage.catalog.rollback_records import Rollback, read_rollbacks
 from ckptman.storage.catalog.verified import VERIFIED, Verified, read_verified
-from ckptman.storage.format.index import read_digests
-from ckptman.storage.format.manifest import MOST_BYTES, Manifest, is_plain_name, parse_manifest
-from ckptman.storage.format.paths import MANIFEST, digests_name, parse_half_written, step_folder
-from ckptman.storage.io.checksums import BLOCK_BYTES, Digests
+from ckptman.storage.format.manifest import MOST_BYTES, Manifest, parse_manifest
+from ckptman.storage.format.paths import MANIFEST, parse_half_written, step_folder
 from ckptman.storage.io.file_reader import FileReader
-from ckptman.storage.io.file_scan import Scanned, scan
 from ckptman.storage.io.safe_open import read_regular
-from ckptman.storage.io.threads import ALIGN_BYTES
+from ckptman.storage.io.threads import ALIGN_BYTES, STRIDE_BYTES
 
-AGAIN = "what was copied stays; copy again, and it goes on from there"
+AGAIN = "what was copied stays: copy again for the rest"
 MOST_PIN_BYTES = 1024 * 1024
-Finish = Callable[[Scanned], None]
-"""Told each file when all of it was read."""
-Done = Callable[[int], None]
-"""Told the bytes that were read, from several threads."""
 
 
 class SourceError(RootError):
@@ -60,8 +54,11 @@ def refused(kind: type[RootError], error: OSError, where: Path | str) -> RootErr
 class Reading(Protocol):
     """One file that is being read, from several threads."""
 
-    def read(self, offset: int, size: int, scratch: memoryview) -> memoryview:
-        """Bytes [offset, offset + size), in `scratch` or elsewhere. Raises: CorruptError (it is shorter), OSError."""
+    piece_bytes: int
+    """How much is best read at a time."""
+
+    def read(self, offset: int, scratch: memoryview) -> memoryview:
+        """Fill `scratch`, and return it. Raises: CorruptError (it is shorter), OSError."""
 
     def close(self) -> None: ...
 
@@ -70,44 +67,40 @@ class Reading(Protocol):
 class SourceInfo:
     """What is to be copied.
 
-    `where`: for messages. `name`: of its folder, which a copy keeps. `manifest`: None of a checkpoint of others.
-    `sizes`: its files, without the manifest. `data`: the bytes of `manifest.json`. `tag`: tells it from every other,
-    and comes out the same when it is asked for again. `rollbacks`: of the place where it lies; they go along, so that
-    what is abandoned there is not the newest elsewhere.
+    `where`: for messages. `name`: of its folder, which a copy keeps. `data`: the bytes of `manifest.json`. `tag`: tells
+    it from every other, and comes out the same when it is asked for again. `rollbacks`: of the place where it lies;
+    they go along, so that what is abandoned there is not the newest elsewhere.
     """
 
     where: str
     name: str
-    manifest: Manifest | None
-    sizes: dict[str, int]
+    manifest: Manifest
     data: bytes
     tag: str
-    block_bytes: int
     pinned: bytes | None = None
     proved: Verified | None = None
     remarks: tuple[str, ...] = field(default=())
     rollbacks: tuple[Rollback, ...] = ()
 
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of its files, by name, without the manifest."""
+        return {name: record.bytes for name, record in self.manifest.files.items()}
+
     @property
     def bytes(self) -> int:
-        return sum(self.sizes.values())
+        return self.manifest.total_bytes
 
 
 class CopySource(Protocol):
     """A checkpoint that is to be copied, wherever it lies."""
 
     facts: SourceInfo
-    readers: int
-    """How many threads read at a time: where a network is waited for, more than there are cores. 0: as it comes."""
+    is_remote: bool
+    """Whether it comes through a network, which several threads wait for at a time."""
 
     def open(self, name: str) -> Reading:
         """One of its files. Raises: CorruptError (it is none, or has another size), OSError."""
-
-    def digests(self, name: str) -> Digests | None:
-        """What the blocks of a file have to be, where that is known before all of it is read. Raises: CorruptError."""
-
-    def scan(self, *, finish: Finish, threads: int | None, done: Done) -> None:
-        """Read all of it and digest the blocks. Raises: OSError."""
 
     def lost(self) -> CkptmanError | None:
         """Why it can never be copied any more: it was deleted, or saved again. None where it is still what it was."""
@@ -119,7 +112,7 @@ class FolderSource:
     Raises: CorruptError, GoneError (it was deleted meanwhile, or another one is there now), SourceError.
     """
 
-    readers = 0
+    is_remote = False
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
@@ -129,21 +122,6 @@ class FolderSource:
     def open(self, name: str) -> Reading:
         return FolderReading(self._folder / name, self.facts.sizes[name])
 
-    def digests(self, name: str) -> Digests | None:
-        manifest = self.facts.manifest
-        if manifest is None or digests_name(name) not in manifest.files:
-            return None
-        try:
-            return read_digests(self._folder, name, manifest)
-        except CorruptError as error:
-            if isinstance(error.__cause__, OSError):  # what cannot be read need not be damaged
-                raise refused(SourceError, error.__cause__, self._folder) from None
-            raise
-
-    def scan(self, *, finish: Finish, threads: int | None, done: Done) -> None:
-        sizes, block = list(self.facts.sizes.items()), self.facts.block_bytes
-        scan(self._folder, sizes, block, finish=finish, threads=threads, done=done)
-
     def lost(self) -> CkptmanError | None:
         try:
             same = _manifest_bytes(self._folder) == self.facts.data and not is_gone(self._folder)
@@ -152,51 +130,10 @@ class FolderSource:
             return None
 
 
-class ForeignSource(FolderSource):
-    """What plain DCP, or what builds on it, wrote to a folder: files without digests, copied as they are.
-
-    Raises: ConfigError (there is more than files in it), OSError.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._stamps = self._look()
-        sizes = {name: stamp[0] for name, stamp in self._stamps.items()}
-        self.facts = SourceInfo(
-            where=str(folder),
-            name=folder.resolve().name,
-            manifest=None,
-            sizes=sizes,
-            data=b"",
-            tag=xxh3_128_hexdigest(repr(sorted(self._stamps.items())).encode())[:16],
-            block_bytes=BLOCK_BYTES,
-        )
-
-    def lost(self) -> CkptmanError | None:
-        try:
-            same = self._look() == self._stamps
-        except FileNotFoundError:
-            same = False
-        except (OSError, ConfigError):
-            return None
-        return None if same else _gone_or_away(self._folder)
-
-    def _look(self) -> dict[str, tuple[int, int, int]]:
-        found = {}
-        with os.scandir(self._folder) as items:
-            for item in items:
-                if not item.is_file(follow_symlinks=False) or not is_plain_name(item.name):
-                    raise ConfigError(
-                        f"{self._folder} has {plain(item.name)} in it, which is no plain file: of the checkpoints of "
-                        f"others only files are copied. Move it away, or copy the folder with cp -a"
-                    )
-                status = item.stat(follow_symlinks=False)
-                found[item.name] = status.st_size, status.st_mtime_ns, status.st_ino
-        return found
-
-
 class FolderReading:
     """A file of a folder. What is not in the page cache is read past it, so that a copy pushes nothing out of it."""
+
+    piece_bytes = STRIDE_BYTES
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self._reader = path, FileReader(path)
@@ -205,19 +142,19 @@ class FolderReading:
             self._reader.close()
             raise CorruptError(f"{path} has {there} bytes instead of {size}: copy another checkpoint")
 
-    def read(self, offset: int, size: int, scratch: memoryview) -> memoryview:
-        view, reader = scratch[:size], self._reader
+    def read(self, offset: int, scratch: memoryview) -> memoryview:
+        reader, size = self._reader, len(scratch)
         cold = offset % ALIGN_BYTES == 0 and reader.is_cold(offset, size)
         filled = reader.read_direct(offset, size, scratch) if cold else 0
         try:
             if filled < size:
-                filled += reader.read([view[filled:]], offset + filled)
+                filled += reader.read([scratch[filled:]], offset + filled)
         except OSError as error:
             error.filename = error.filename or str(self.path)
             raise
         if filled < size:
             raise CorruptError(f"{self.path} was cut short while it was copied: copy another checkpoint")
-        return view
+        return scratch
 
     def close(self) -> None:
         self._reader.close()
@@ -241,10 +178,8 @@ def _facts(folder: Path, manifest: Manifest) -> SourceInfo:
         where=str(folder),
         name=step_folder(manifest.step),
         manifest=manifest,
-        sizes={name: record.bytes for name, record in manifest.files.items()},
         data=data,
         tag=xxh3_128_hexdigest(data)[:16],
-        block_bytes=manifest.block_bytes,
         pinned=_pinned(folder),
         proved=note,
         remarks=tuple(f"{plain(name)} is not in the manifest: it was not copied" for name in unknown),
