@@ -88,7 +88,7 @@ def flush_memory(
     from ckptman.runtime.journal import note
     from ckptman.runtime.outcome import this_node
     from ckptman.storage.catalog.backends.node_memory import NodeMemory
-    from ckptman.storage.catalog.tier_identity import read_identity
+    from ckptman.storage.catalog.tiers import read_identity
     from ckptman.storage.transfer.flush import flush
 
     check_positive("memory flush", "--timeout", timeout)
@@ -153,7 +153,7 @@ def in_memory(root: Path) -> list[tuple[NodeMemory, Part]]:
     if not os.path.lexists(paths.user_folder(base)):  # as a rule, and it costs nothing
         return []
     from ckptman.storage.catalog.backends.node_memory import found_on
-    from ckptman.storage.catalog.tier_identity import read_identity
+    from ckptman.storage.catalog.tiers import read_identity
 
     try:
         identity = read_identity(root)
@@ -207,7 +207,7 @@ def _why_alive(memory: NodeMemory) -> str:
 
 def _is_of(memory: NodeMemory, root: str) -> bool:
     """Return whether it is of a root, which may be gone."""
-    from ckptman.storage.catalog.tier_identity import read_identity
+    from ckptman.storage.catalog.tiers import read_identity
 
     owner = _owner(memory)
     return memory.root_id == read_identity(Path(root)) or (

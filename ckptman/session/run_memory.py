@@ -23,7 +23,7 @@ from ckptman.session.timings import SaveTimes
 from ckptman.storage.catalog.backends.node_memory import NodeMemory, Owner, job_ids, left_behind
 from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.catalog import Entry, any_will_do, attempt_and_step
-from ckptman.storage.catalog.tier_identity import make_identity
+from ckptman.storage.catalog.tiers import make_identity
 from ckptman.storage.format.paths import MEMORY_PATH, new_nonce
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.mount import MEMORY, family_of, find_mount, read_mounts

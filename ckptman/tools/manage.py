@@ -18,12 +18,11 @@ from ckptman.policies.retention_rules import in_bytes, needs_capacity
 from ckptman.run import checkpoint_at
 from ckptman.storage.catalog import pins
 from ckptman.storage.catalog.catalog import Entry, look_at_folder
-from ckptman.storage.catalog.prune import Pruned, PrunePlan, execute, one_at_a_time, plan_prune
+from ckptman.storage.catalog.prune import Pruned, PrunePlan, execute, one_at_a_time, plan_prune, read_policy
 from ckptman.storage.catalog.reader_lease import lease
 from ckptman.storage.catalog.root_checks import check_is_folder, check_is_root
-from ckptman.storage.catalog.stored_policy import read_policy
 from ckptman.storage.catalog.verified import read_verified
-from ckptman.storage.io.throttled_delete import ThrottledDelete
+from ckptman.storage.io.durable_files import ThrottledDelete
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[float], None] | None]]
 
@@ -145,7 +144,7 @@ def policy_for(root: Path, policy: RetentionPolicy | None) -> RetentionPolicy | 
     if not needs_capacity(rules):
         return rules
     from ckptman.runtime.deadline import run_command
-    from ckptman.storage.io.quota import capacity_bytes
+    from ckptman.storage.io.mount import capacity_bytes
 
     return in_bytes(rules, capacity_bytes(root, run_command))
 

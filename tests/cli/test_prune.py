@@ -15,8 +15,8 @@ from ckptman.policies.retention_rules import AtMost, KeepBest, KeepLast, KeepSte
 from ckptman.storage.catalog import prune as prune_module
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.pins import PINNED, read_pin
+from ckptman.storage.catalog.prune import read_policy, write_policy
 from ckptman.storage.catalog.reader_lease import lease
-from ckptman.storage.catalog.stored_policy import read_policy, write_policy
 from ckptman.storage.catalog.verified import VERIFIED
 from ckptman.storage.format.paths import retention_path, run_folder, step_folder
 from tests.helpers import unprivileged
@@ -159,10 +159,10 @@ def test_a_second_prune_of_this_host_waits(root, prune, monkeypatch):
     ],
 )
 def test_without_options_the_rules_of_the_run_count(policy, options, steps, root, prune, monkeypatch):
-    from ckptman.storage.io import quota
+    from ckptman.storage.io import mount
 
     size = Catalog(root).entry(100).require_manifest().total_bytes
-    monkeypatch.setattr(quota, "capacity_bytes", lambda root, run: size * 4)
+    monkeypatch.setattr(mount, "capacity_bytes", lambda root, run: size * 4)
     write_policy(root, policy)
     assert prune(root, *options)[0] == 0
     assert kept(root) == steps

@@ -7,12 +7,12 @@ import shutil
 import pytest
 
 from ckptman.runtime.outcome import read_outcome, write_outcome
-from ckptman.storage.catalog import tier_identity, tiers
+from ckptman.storage.catalog import tiers
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.liveness import Owner
 from ckptman.storage.catalog.pins import pin, read_pin
+from ckptman.storage.catalog.prune import read_policy, write_policy
 from ckptman.storage.catalog.rollback_records import parse_rollback_file
-from ckptman.storage.catalog.stored_policy import read_policy, write_policy
 from ckptman.storage.format.paths import ROOT_ID
 from ckptman.storage.format.sealed_json import seal, unseal
 
@@ -35,7 +35,7 @@ def rewrite_tiers(path):
 
 def rewrite_root(path):
     place = LocalBackend(path.parent.parent)
-    path.write_bytes(tier_identity._read(place, ROOT_ID).to_json())
+    path.write_bytes(tiers._read_mark(place, ROOT_ID).to_json())
 
 
 def rewrite_outcome(path):

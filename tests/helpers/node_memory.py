@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.storage.catalog.backends.node_memory import NodeMemory, Owner
-from ckptman.storage.catalog.tier_identity import make_identity
+from ckptman.storage.catalog.tiers import make_identity
 from ckptman.storage.format.manifest import read_manifest
 from ckptman.storage.format.paths import rank_of
 from tests.helpers.checkpoints import commit

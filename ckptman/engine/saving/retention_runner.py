@@ -17,8 +17,7 @@ from ckptman.policies.retention import keeps_any, policy_mistake
 from ckptman.policies.retention_rules import Record, RetentionPolicy, in_bytes, needs_capacity
 from ckptman.runtime.journal import Journal
 from ckptman.storage.catalog.backends.run_store import RunStore
-from ckptman.storage.catalog.prune import Pruned, execute, plan_prune
-from ckptman.storage.catalog.stored_policy import write_policy
+from ckptman.storage.catalog.prune import Pruned, execute, plan_prune, write_policy
 from ckptman.storage.catalog.writer_lock import Claim
 from ckptman.storage.io.durable_files import DISK, remove_by_file
 from ckptman.storage.io.threads import Flag, Wakeup
@@ -129,7 +128,7 @@ class RetentionRunner:
         assert self._claim is not None
         if self._needs_capacity:
             from ckptman.runtime.deadline import run_command
-            from ckptman.storage.io.quota import capacity_bytes
+            from ckptman.storage.io.mount import capacity_bytes
 
             self._policy = in_bytes(self._policy, capacity_bytes(self._root, run_command))
             self._needs_capacity = False

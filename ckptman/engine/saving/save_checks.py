@@ -29,7 +29,7 @@ from ckptman.engine.state.file_layout import Image, PlacedBytes
 from ckptman.engine.state.modules import module_of
 from ckptman.engine.state.named_state import Snapshot, parameter_names
 from ckptman.storage.io.checksums import BLOCK_BYTES, DIGEST_BYTES
-from ckptman.storage.io.finite_scan import FiniteScan, Range, can_be_infinite
+from ckptman.storage.io.file_writer import FiniteScan, Range, can_be_infinite
 
 OnNonfinite = Literal["keep", "refuse", "ignore"]
 MOST_NAMES = 10

@@ -44,8 +44,7 @@ from ckptman.storage.format.paths import (
     values_name,
 )
 from ckptman.storage.io.durable_files import holding
-from ckptman.storage.io.file_writer import InPlace, Written, write_all, write_source
-from ckptman.storage.io.finite_scan import FiniteScan
+from ckptman.storage.io.file_writer import FiniteScan, InPlace, Written, write_all, write_source
 from ckptman.storage.io.threads import computing_threads, io_threads
 from ckptman.storage.io.writer_process import WriterProcess
 

@@ -2,12 +2,15 @@
 
 Safe beside a run that saves, readers, copies and other prunes, on this host and on others: a folder is renamed before a
 byte of it is removed, and is put back where a reader or a pin came in between (see `lease`).
+
+A prune goes by the policy that the run has stored beside its checkpoints, in `.ckptman/retention.json`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import threading
 import time
@@ -17,10 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from ckptman.errors import CkptmanError
-from ckptman.policies.retention import Record, RetentionPolicy, Verdict, over_limit, plan, relied_on
-from ckptman.policies.retention_rules import newest_finite
+from ckptman.errors import CkptmanError, ConfigError, CorruptError
+from ckptman.policies.retention import Record, Verdict, over_limit, plan, relied_on
+from ckptman.policies.retention_rules import RetentionPolicy, newest_finite
+from ckptman.policies.serialization import from_data, to_data
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.catalog import Catalog, Entry, any_will_do
 from ckptman.storage.catalog.orphans import Leftover, find_leftovers, find_strays
@@ -28,8 +33,11 @@ from ckptman.storage.catalog.pins import pin, read_pin
 from ckptman.storage.catalog.reader_lease import lease, look, run_names
 from ckptman.storage.catalog.rollback_records import rollback_numbers
 from ckptman.storage.catalog.tiers import steps_awaiting_drain
-from ckptman.storage.format.paths import MANIFEST, METADATA, run_folder, step_folder
+from ckptman.storage.format.manifest import parse_versioned
+from ckptman.storage.format.paths import MANIFEST, METADATA, retention_path, run_folder, step_folder
+from ckptman.storage.format.sealed_json import seal, unseal
 from ckptman.storage.io.durable_files import DISK, holding, is_super_user, owner_of, stat_of, through
+from ckptman.storage.io.safe_open import read_regular
 
 LOCK_SECONDS = 300.0
 _TAKEN_AT_ONCE = 50
@@ -419,3 +427,43 @@ def _is_as_planned(entry: Entry, folder: Path) -> bool:
         return entry.is_in(folder)
     except (OSError, CkptmanError):
         return False
+
+
+AGAIN_SECONDS = 1.0
+FORMAT_VERSION = 1
+_MOST_BYTES = 1024 * 1024
+_REMEDY = "say what to keep, with options such as --keep-last 3"
+
+
+def write_policy(root: Path, policy: RetentionPolicy | None) -> None:
+    """Store the policy of a run, where it is not the one that is stored. Raises: OSError. Called by the leader."""
+    data = seal(json.dumps({"format_version": FORMAT_VERSION, **to_data(policy)}, indent=1).encode())
+    path = retention_path(root)
+    try:
+        if read_regular(path, _MOST_BYTES) == data:
+            return
+    except (OSError, CorruptError):
+        pass
+    DISK.replace_file(path, data)
+
+
+def read_policy(root: Path) -> RetentionPolicy | None:
+    """The policy that a run stored; None: it keeps everything.
+
+    Raises: ConfigError where none is stored, or none that can be applied without the run's own program.
+    """
+    path = retention_path(root)
+    try:
+        try:
+            data = read_regular(path, _MOST_BYTES, remedy="remove it")
+        except FileNotFoundError:  # a client may find none while another one replaces it
+            if not run_folder(root).is_dir():
+                raise
+            time.sleep(AGAIN_SECONDS)
+            data = read_regular(path, _MOST_BYTES, remedy="remove it")
+        raw: dict[str, Any] = parse_versioned(path, unseal(path, data))
+        return from_data(raw)
+    except FileNotFoundError:
+        raise ConfigError(f"no run stored with {root} what it keeps, so there are no rules: {_REMEDY}") from None
+    except (ConfigError, CorruptError) as error:
+        raise ConfigError(f"the rules that are stored in {path} cannot be used ({error}): {_REMEDY}") from None

@@ -26,6 +26,7 @@ import os
 import re
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -457,3 +458,24 @@ def _write(fd: int, data: bytes) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+class ThrottledDelete:
+    """Removes folders, from several threads, no more than `files_per_second` files in all of them together."""
+
+    def __init__(self, files_per_second: float) -> None:
+        self._seconds = 1 / files_per_second
+        self._turn = threading.Lock()
+        self._next = time.monotonic()
+
+    def __call__(self, folder: Path) -> None:
+        """Remove a folder that nobody sees any more. Raises: OSError."""
+        remove_by_file(folder, self._wait)
+
+    def _wait(self) -> None:
+        with self._turn:
+            now = time.monotonic()
+            due = max(self._next, now)
+            self._next = due + self._seconds
+        if due > now:
+            time.sleep(due - now)

@@ -30,8 +30,7 @@ from ckptman.errors import CorruptError, warn_only
 from ckptman.storage.io.checksums import BLOCK_BYTES, digests_bytes
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.file_reader import drop_from_cache, read_to_cache
-from ckptman.storage.io.file_writer import FileWriter, InPlace, Written, write_all
-from ckptman.storage.io.finite_scan import FiniteScan
+from ckptman.storage.io.file_writer import FileWriter, FiniteScan, InPlace, Written, write_all
 from ckptman.storage.io.threads import computing_threads, io_threads
 
 LEAST_BYTES = 64 * 1024 * 1024

@@ -22,12 +22,16 @@ from ckptman.storage.catalog.backends.backend import Backend
 from ckptman.storage.catalog.backends.drafts import BusyCopyingError
 from ckptman.storage.catalog.catalog import Catalog, Entry, mark
 from ckptman.storage.catalog.rollback_records import Rollback, abandoned_by, copy_rollbacks, read_rollbacks
-from ckptman.storage.catalog.tier_identity import check_tier, keeping, make_identity, mark_tier, read_identity
 from ckptman.storage.catalog.tiers import (
     TierContents,
+    check_tier,
     contents_of_tier,
+    keeping,
+    make_identity,
+    mark_tier,
     open_tier,
     read_drained,
+    read_identity,
     trouble_of,
     write_drained,
 )

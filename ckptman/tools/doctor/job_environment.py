@@ -27,7 +27,7 @@ from ckptman.runtime.deadline import deadline_from_environment, run_command
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.storage.catalog.backends import node_memory
 from ckptman.storage.format import paths
-from ckptman.storage.io.quota import Run
+from ckptman.storage.io.mount import Run
 from ckptman.tools.doctor.finding import Check, Finding, first_number, found, size_text
 
 LEAST_TORCH = (2, 11)

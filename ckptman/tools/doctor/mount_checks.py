@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptman.runtime.deadline import run_command
-from ckptman.storage.io.mount import LUSTRE, NFS, Mount, family_of
-from ckptman.storage.io.quota import Quota, ask, quotas
+from ckptman.storage.io.mount import LUSTRE, NFS, Mount, Quota, ask, family_of, quotas
 from ckptman.tools.doctor.finding import Finding, Place, first_number, found, size_text
 
 _COMMAND_SECONDS = 5.0

@@ -19,14 +19,14 @@ from ckptman.errors import CommitError, ConfigError
 from ckptman.runtime.journal import read_journal
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.pins import pin
-from ckptman.storage.catalog.stored_policy import read_policy
+from ckptman.storage.catalog.prune import read_policy
 from ckptman.storage.format.paths import journal_path, run_folder, step_folder
 from ckptman.storage.io.durable_files import DISK, Disk
 from ckptman.storage.io.failure_cause import FULL
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import on_disk
 from tests.helpers.ranks import run_ranks
-from tests.storage.io.test_throttled_delete import tree
+from tests.storage.io.test_durable_files import tree
 
 TENSOR_BYTES = 1024 * 1024
 CHECKPOINT_BYTES = 1.1 * TENSOR_BYTES

@@ -24,7 +24,7 @@ from ckptman.session.run_session import RunSession
 from ckptman.storage.catalog.catalog import Catalog, Entry
 from ckptman.storage.format.paths import journal_path
 from ckptman.storage.io.checksums import BLOCK_BYTES
-from ckptman.storage.io.finite_scan import is_finite
+from ckptman.storage.io.file_writer import is_finite
 from tests.helpers.apps import App
 from tests.helpers.ranks import run_ranks
 

@@ -11,7 +11,7 @@ from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.backends.object_store import ObjectBackend
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.rollback_records import Rollback
-from ckptman.storage.catalog.tier_identity import TierOwner, make_identity, mark_tier, read_mark
+from ckptman.storage.catalog.tiers import TierOwner, make_identity, mark_tier, read_mark
 from ckptman.storage.format.paths import MANIFEST
 from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
 from tests.helpers.checkpoints import commit

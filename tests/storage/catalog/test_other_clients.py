@@ -15,10 +15,10 @@ import ckptman
 from ckptman.checkpointer import Checkpointer
 from ckptman.cli.app import main
 from ckptman.errors import CommitError, NotFoundError
-from ckptman.storage.catalog import stored_policy
+from ckptman.storage.catalog import prune as prune_module
 from ckptman.storage.catalog.pins import pin, read_pin
+from ckptman.storage.catalog.prune import write_policy
 from ckptman.storage.catalog.reader_lease import is_gone
-from ckptman.storage.catalog.stored_policy import write_policy
 from ckptman.storage.format.paths import MANIFEST, METADATA, step_folder
 from ckptman.storage.io import safe_open
 from tests.helpers.other_client import other_client
@@ -191,10 +191,10 @@ def test_rules_that_another_client_replaces_are_looked_for_again(tmp_path, monke
         waits.append(seconds)
         write_policy(tmp_path, ckptman.KeepLast(3))
 
-    monkeypatch.setattr(stored_policy.time, "sleep", wait)
+    monkeypatch.setattr(prune_module.time, "sleep", wait)
     (tmp_path / ".ckptman").mkdir()
-    assert stored_policy.read_policy(tmp_path) == ckptman.KeepLast(3)
-    assert waits == [stored_policy.AGAIN_SECONDS]
+    assert prune_module.read_policy(tmp_path) == ckptman.KeepLast(3)
+    assert waits == [prune_module.AGAIN_SECONDS]
 
 
 def test_a_step_that_is_being_saved_again_is_there(tmp_path):

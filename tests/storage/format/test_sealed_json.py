@@ -9,9 +9,9 @@ from ckptman.policies.retention import KeepLast
 from ckptman.policies.tiers import Tier
 from ckptman.runtime.outcome import highest_attempt
 from ckptman.storage.catalog.pins import PINNED, pin, read_pin
+from ckptman.storage.catalog.prune import read_policy, write_policy
 from ckptman.storage.catalog.rollback import execute, plan_rollback
 from ckptman.storage.catalog.rollback_records import read_rollbacks
-from ckptman.storage.catalog.stored_policy import read_policy, write_policy
 from ckptman.storage.catalog.tiers import read_drained, read_tiers, write_drained, write_tiers
 from ckptman.storage.catalog.verified import VERIFIED, read_verified, remember_damage
 from ckptman.storage.format.paths import retention_path, rollback_path, tiers_path

@@ -6,11 +6,13 @@ import os
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ckptman.storage.catalog.backends.local import LocalBackend
-from ckptman.storage.io.durable_files import DISK, Disk, holding, owner_of, remove_by_file
+from ckptman.storage.io import durable_files
+from ckptman.storage.io.durable_files import DISK, Disk, ThrottledDelete, holding, owner_of, remove_by_file
 from tests.helpers.faulty_disk import save
 
 
@@ -254,3 +256,47 @@ def test_what_the_super_user_makes_for_a_run_is_given_to_its_owner(tmp_path):
     DISK.make_folder_if_missing(tmp_path / "root" / ".ckptman")
     assert owner_of(tmp_path / "root" / ".ckptman") == OTHER
     assert owner_of(tmp_path / "root" / "nothing") is None
+
+
+def tree(folder, files=5):
+    folder.mkdir()
+    for number in range(files):
+        (folder / str(number)).touch()
+    (folder / "below").mkdir()
+    (folder / "below" / "file").touch()
+    return folder
+
+
+def test_no_faster_than_it_is_wanted(tmp_path, monkeypatch):
+    now, slept = [100.0], list[float]()
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(durable_files, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    remove = ThrottledDelete(10.0)
+    remove(tree(tmp_path / "a"))
+    remove(tree(tmp_path / "b"))
+    assert list(tmp_path.iterdir()) == []
+    assert slept == pytest.approx([0.1] * 9)
+
+
+def test_links_are_removed_and_never_followed(tmp_path):
+    precious = tree(tmp_path / "precious")
+    folder = tree(tmp_path / "folder")
+    (folder / "to-a-folder").symlink_to(precious)
+    (tmp_path / "link").symlink_to(precious)
+    for path in (folder, tmp_path / "link", tmp_path / "gone"):
+        remove_by_file(path, lambda: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+    assert len(list(precious.iterdir())) == 6
+
+
+def test_what_is_no_folder_is_removed_and_never_waited_for(tmp_path):
+    for name in ("pipe", "folder/pipe"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    for name in ("pipe", "folder"):
+        DISK.remove_tree(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []

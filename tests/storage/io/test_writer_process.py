@@ -17,7 +17,7 @@ from ckptman.storage.io import writer_process
 from ckptman.storage.io.checksums import digest_file
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.file_reader import drop_from_cache
-from ckptman.storage.io.finite_scan import FiniteScan, Range
+from ckptman.storage.io.file_writer import FiniteScan, Range
 from ckptman.storage.io.threads import ALIGN_BYTES, STRIDE_BYTES
 from ckptman.storage.io.writer_process import Shared, WriterProcess, shared_memory
 

@@ -20,7 +20,7 @@ from ckptman.tools.doctor import examine as checks
 from ckptman.tools.doctor import mount_checks, second_client, speed
 from ckptman.tools.doctor.examine import bill, examine
 from ckptman.tools.doctor.finding import Finding
-from tests.storage.io.test_quota import Commands
+from tests.storage.io.test_mount import Commands
 from tests.tools.doctor.places import SIZE
 
 ALL = [check.name for check in checks.CHECKS]

@@ -13,7 +13,7 @@ import pytest
 from ckptman.engine.state.installed_torch import TorchFacts
 from ckptman.tools.doctor import job_environment as checks
 from ckptman.tools.doctor.job_environment import Job
-from tests.storage.io.test_quota import Commands
+from tests.storage.io.test_mount import Commands
 
 GPUS = TorchFacts("2.13.0+cu130", "cuda", ("NVIDIA A100",) * 4, ("gloo", "nccl"))
 CPU = TorchFacts("2.13.0+cpu", "cpu", (), ("gloo",))

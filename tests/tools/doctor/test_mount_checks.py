@@ -4,12 +4,11 @@ import os
 
 import pytest
 
-from ckptman.storage.io.quota import Quota
+from ckptman.storage.io.mount import Quota
 from ckptman.tools.doctor import mount_checks
 from ckptman.tools.doctor.finding import first_number, size_text
 from ckptman.tools.doctor.mount_checks import check_kind, check_space, judge_quotas, unsafe_sync
-from tests.storage.io.test_mount import mounted_at
-from tests.storage.io.test_quota import Commands
+from tests.storage.io.test_mount import Commands, mounted_at
 from tests.tools.doctor.places import place_at
 
 GB = 10**9

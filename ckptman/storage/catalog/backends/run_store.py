@@ -12,8 +12,7 @@ from ckptman.storage.catalog.backends.backend import Backend
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.catalog import Entry, Until, commit_order, mark
 from ckptman.storage.catalog.rollback_records import Rollback, abandoned_by
-from ckptman.storage.catalog.tier_identity import check_tier
-from ckptman.storage.catalog.tiers import absolute, check_tiers, make_tiers, open_tier, read_drained
+from ckptman.storage.catalog.tiers import absolute, check_tier, check_tiers, make_tiers, open_tier, read_drained
 from ckptman.storage.format.manifest import Manifest
 
 
