@@ -36,9 +36,9 @@ from ckptman.storage.catalog.tiers import read_tiers, write_tiers
 from ckptman.storage.format.paths import outcome_path
 from ckptman.storage.transfer.copy import copy_checkpoint
 from ckptman.storage.transfer.drain import plan_drain
-from tests.end_to_end.test_tiers import events, run
+from tests.end_to_end.test_tiers import events, run, steps
 from tests.helpers.ranks import start_ranks
-from tests.storage.catalog.test_tiers import drain, root, steps
+from tests.storage.catalog.test_tiers import drain, root
 
 __all__ = ["root"]
 

@@ -23,7 +23,6 @@ from ckptman.storage.format.paths import journal_path
 from tests.helpers.checkpoints import flip_byte
 from tests.helpers.object_store import bucket_fixture, proxy_fixture
 from tests.helpers.ranks import run_ranks
-from tests.storage.catalog.test_tiers import steps
 
 __all__ = ["bucket_fixture", "proxy_fixture"]
 
@@ -70,6 +69,10 @@ def drains_here(monkeypatch):
 
 
 here = pytest.mark.usefixtures("drains_here")
+
+
+def steps(root):
+    return [entry.step for entry in Catalog(root).scan()]
 
 
 def steps_in(tier):

@@ -38,17 +38,13 @@ from ckptman.storage.format.paths import DOT, ROOT_ID, TIER_OF, drained_path, ou
 from ckptman.storage.io.durable_files import DISK, Disk
 from ckptman.storage.transfer.copy import CopyOptions
 from ckptman.storage.transfer.drain import carry_out, copy_checkpoint, plan_drain, prepare, prune_tier
-from tests.end_to_end.test_tiers import drains_here, run
+from tests.end_to_end.test_tiers import drains_here, run, steps
 from tests.helpers.checkpoints import commit, flip_byte
 from tests.helpers.faulty_disk import on_disk
 
 
 def record(sequence, loss=1.0, **more):
     return Record(10 * sequence, sequence, 1000.0 * sequence, 100, {"loss": loss}, **more)
-
-
-def steps(root):
-    return [entry.step for entry in Catalog(root).scan()]
 
 
 def drain(root, *tiers):

@@ -22,9 +22,10 @@ from ckptman.storage.catalog.tiers import write_tiers
 from ckptman.storage.io.durable_files import Disk
 from ckptman.storage.transfer.copy import CopyOptions, copy_checkpoint
 from ckptman.storage.transfer.drain import carry_out, plan_drain
+from tests.end_to_end.test_tiers import steps
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import rewrite
-from tests.storage.catalog.test_tiers import drain, root, steps
+from tests.storage.catalog.test_tiers import drain, root
 from tests.storage.transfer.test_copy_to_folder import a_copy_of, a_run_in
 
 __all__ = ["root"]
