@@ -25,16 +25,16 @@ _HOME = {
     "Skipped": "ckptman.engine.loading.allowed_mismatches",
     "save": "ckptman.api",
     "load": "ckptman.api",
-    "read": "ckptman.engine.loading.read",
+    "read": "ckptman.engine.loading.read_as_dicts",
     "Run": "ckptman.run",
     "TrackedRun": "ckptman.runtime.tracker",
     "Tracker": "ckptman.runtime.tracker",
     "export": "ckptman.tools.exporting.export",
     "diff": "ckptman.tools.diff.diff",
     "verify": "ckptman.tools.verify.verify",
-    "prune": "ckptman.tools.manage",
-    "pin": "ckptman.tools.manage",
-    "unpin": "ckptman.tools.manage",
+    "prune": "ckptman.tools.prune_and_pin",
+    "pin": "ckptman.tools.prune_and_pin",
+    "unpin": "ckptman.tools.prune_and_pin",
     "copy": "ckptman.tools.copy",
     "adopt": "ckptman.tools.adopt.adopt",
     "StorageReader": "ckptman.engine.dcp.storage",
@@ -48,20 +48,20 @@ _HOME = {
     "InitTimeInterval": "ckptman.policies.save_policies",
     "OnStop": "ckptman.policies.save_policies",
     "SavePolicy": "ckptman.policies.save_policies",
-    "KeepBest": "ckptman.policies.retention",
-    "KeepEvery": "ckptman.policies.retention",
-    "KeepLast": "ckptman.policies.retention",
+    "KeepBest": "ckptman.policies.retention_plan",
+    "KeepEvery": "ckptman.policies.retention_plan",
+    "KeepLast": "ckptman.policies.retention_plan",
     "KeepSteps": "ckptman.policies.retention_rules",
-    "KeepWithin": "ckptman.policies.calendar",
-    "KeepHourly": "ckptman.policies.calendar",
-    "KeepDaily": "ckptman.policies.calendar",
-    "KeepWeekly": "ckptman.policies.calendar",
-    "KeepMonthly": "ckptman.policies.calendar",
+    "KeepWithin": "ckptman.policies.retention_by_time",
+    "KeepHourly": "ckptman.policies.retention_by_time",
+    "KeepDaily": "ckptman.policies.retention_by_time",
+    "KeepWeekly": "ckptman.policies.retention_by_time",
+    "KeepMonthly": "ckptman.policies.retention_by_time",
     "AtMost": "ckptman.policies.retention_rules",
     "Tier": "ckptman.policies.tiers",
     "MemoryTier": "ckptman.policies.tiers",
     "HealthThresholds": "ckptman.policies.health",
-    "RetentionPolicy": "ckptman.policies.retention",
+    "RetentionPolicy": "ckptman.policies.retention_plan",
     "BusyError": "ckptman.errors",
     "CkptmanError": "ckptman.errors",
     "CommitError": "ckptman.errors",
@@ -171,7 +171,7 @@ if TYPE_CHECKING:
     from ckptman.data.resumable_loader import ResumableLoader
     from ckptman.engine.dcp.storage import StorageReader, StorageWriter
     from ckptman.engine.loading.allowed_mismatches import Skipped
-    from ckptman.engine.loading.read import read
+    from ckptman.engine.loading.read_as_dicts import read
     from ckptman.engine.state.generators import RNGState
     from ckptman.engine.state.modules import Trainable
     from ckptman.engine.state.rank_values import FromRank0, PerRank
@@ -192,9 +192,9 @@ if TYPE_CHECKING:
         SuspectError,
         UnknownKeyError,
     )
-    from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
     from ckptman.policies.health import HealthThresholds
-    from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast, RetentionPolicy
+    from ckptman.policies.retention_by_time import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+    from ckptman.policies.retention_plan import KeepBest, KeepEvery, KeepLast, RetentionPolicy
     from ckptman.policies.retention_rules import AtMost, KeepSteps
     from ckptman.policies.save_policies import (
         AtStep,
@@ -214,5 +214,5 @@ if TYPE_CHECKING:
     from ckptman.tools.copy import copy
     from ckptman.tools.diff.diff import diff
     from ckptman.tools.exporting.export import export
-    from ckptman.tools.manage import pin, prune, unpin
+    from ckptman.tools.prune_and_pin import pin, prune, unpin
     from ckptman.tools.verify.verify import verify

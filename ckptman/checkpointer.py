@@ -43,7 +43,7 @@ from ckptman.errors import (
     warn,
     warn_only,
 )
-from ckptman.policies.retention import RetentionPolicy
+from ckptman.policies.retention_plan import RetentionPolicy
 from ckptman.policies.save_policies import Decision, OnStop, SavePolicy
 from ckptman.policies.tiers import MemoryTier, Tier
 from ckptman.run import checkpoint_at

@@ -134,8 +134,8 @@ class _Job:
 
     def attempt(self, entry: Entry, place: Backend, source: Backend | None = None) -> None:
         """Copy one. Raises: what went wrong; of several, only what keeps the others from being copied, too."""
-        from ckptman.storage.catalog.backends.drafts import BusyCopyingError
-        from ckptman.storage.catalog.backends.source import SourceError
+        from ckptman.storage.catalog.backends.copy_draft import BusyCopyingError
+        from ckptman.storage.catalog.backends.copy_source import SourceError
         from ckptman.storage.catalog.reader_lease import GoneError
         from ckptman.storage.transfer.copy import copy_checkpoint
 

@@ -89,7 +89,7 @@ def flush_memory(
     from ckptman.runtime.outcome import this_node
     from ckptman.storage.catalog.backends.node_memory import NodeMemory
     from ckptman.storage.catalog.tiers import read_identity
-    from ckptman.storage.transfer.flush import flush
+    from ckptman.storage.transfer.memory_flush import flush
 
     check_positive("memory flush", "--timeout", timeout)
     step_nodes = os.environ.get("SLURM_STEP_NUM_NODES", "")

@@ -195,7 +195,7 @@ def with_retention(verb: Callable[..., None]) -> Callable[..., None]:
 
 def parse_retention(given: Mapping[str, Any]) -> RetentionPolicy | None:
     """Return the policy that the options of `RETENTION` mean, or None. Raises: ConfigError."""
-    from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+    from ckptman.policies.retention_by_time import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
     from ckptman.policies.retention_rules import AtMost, KeepEvery, KeepLast, KeepSteps
 
     def counted(**kinds: Callable[[int], RetentionPolicy]) -> list[RetentionPolicy]:

@@ -141,7 +141,7 @@ def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError |
     """Prune one root, say what was done, and return it as data; and what could not be removed. Raises: CkptmanError."""
     from ckptman.storage.catalog.orphans import Leftover
     from ckptman.storage.catalog.prune import Pruned
-    from ckptman.tools.manage import carry_out, planned, policy_for
+    from ckptman.tools.prune_and_pin import carry_out, planned, policy_for
 
     check_is_root(root)
     policy = None if wishes.leftovers_only else policy_for(root, wishes.policy)

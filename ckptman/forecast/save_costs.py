@@ -9,8 +9,8 @@ from ckptman.errors import ConfigError
 from ckptman.forecast.figures import Figure, time_text
 from ckptman.forecast.goodput import Costs, best_interval_seconds, shares
 from ckptman.forecast.scenario import Scenario, Tier
-from ckptman.policies.calendar import KeepByPeriod
 from ckptman.policies.intervals import daly_interval_seconds
+from ckptman.policies.retention_by_time import KeepByPeriod
 from ckptman.policies.retention_rules import (
     KeepAny,
     KeepBest,

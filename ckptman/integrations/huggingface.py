@@ -28,7 +28,7 @@ from ckptman.engine.state.modules import Trainable
 from ckptman.engine.state.unsaved_values import UnsavedValues
 from ckptman.errors import CommitError, ConfigError, MismatchError
 from ckptman.integrations.epoch_start import BeforeEpochStart
-from ckptman.policies.retention import KeepBest, KeepLast, RetentionPolicy
+from ckptman.policies.retention_plan import KeepBest, KeepLast, RetentionPolicy
 from ckptman.policies.save_policies import BeforeDeadline, OnStop
 from ckptman.run import Run
 

@@ -24,7 +24,7 @@ from ckptman.engine.state.unsaved_values import UnsavedValues
 from ckptman.errors import CommitError, ConfigError, MismatchError
 from ckptman.integrations.epoch_start import BeforeEpochStart
 from ckptman.integrations.lightning_metrics import EpochMetrics
-from ckptman.policies.retention import KeepBest, KeepLast
+from ckptman.policies.retention_plan import KeepBest, KeepLast
 from ckptman.policies.save_policies import BeforeDeadline, EverySteps, OnStop
 
 if TYPE_CHECKING:

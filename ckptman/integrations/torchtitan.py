@@ -24,7 +24,7 @@ from ckptman.engine.loading.checkpoint_reader import SavedState
 from ckptman.engine.state.generators import RNGState
 from ckptman.engine.state.rank_values import FromRank0, PerRank
 from ckptman.errors import ConfigError
-from ckptman.policies.retention import KeepLast
+from ckptman.policies.retention_plan import KeepLast
 from ckptman.policies.save_policies import BeforeDeadline, EverySteps, OnStop
 
 _EXPORTS = "ckptman export makes weights of any checkpoint, for safetensors too"

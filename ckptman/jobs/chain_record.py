@@ -28,7 +28,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from ckptman.errors import CorruptError, ExistsError, FormatVersionError, NotFoundError, masked
-from ckptman.jobs.progress import Newest
+from ckptman.jobs.newest_checkpoints import Newest
 from ckptman.policies.resubmit import Ending, Reaction
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.notify import NOTIFY_ENV

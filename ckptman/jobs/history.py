@@ -15,7 +15,7 @@ from ckptman.jobs.causes import CRASHES, Cause, asked_by, with_reaction
 from ckptman.jobs.chain_notes import Say
 from ckptman.jobs.chain_record import AttemptRecord, Chain, EndRecord, Spec, State
 from ckptman.jobs.evidence import find_outcome, logs_of, newest_sequence, passed_over_text
-from ckptman.jobs.progress import Left, Newest, find_left, later_of
+from ckptman.jobs.newest_checkpoints import Left, Newest, find_left, later_of
 from ckptman.jobs.slurm.commands import Job, Slurm
 from ckptman.jobs.verdict import Verdict, by_state, crashed, explained, interrupted, why_killed, why_requeued
 from ckptman.policies.intervals import seconds_text

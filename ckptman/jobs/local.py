@@ -24,8 +24,8 @@ from ckptman.errors import (
 )
 from ckptman.jobs.causes import Cause
 from ckptman.jobs.evidence import NO_ROOT, logs_of, logs_of_this_process
+from ckptman.jobs.newest_checkpoints import named_by
 from ckptman.jobs.processes import ATTEMPT_ID_ENV, ENDING, ProcessTree, SignalQueue, handles, ignores
-from ckptman.jobs.progress import named_by
 from ckptman.jobs.verdict import by_done, judge
 from ckptman.runtime.outcome import this_node
 from ckptman.storage.io.durable_files import DISK

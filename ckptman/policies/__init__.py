@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
     from ckptman.policies.health import HealthThresholds
+    from ckptman.policies.retention_by_time import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
     from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, KeepSteps, RetentionPolicy
     from ckptman.policies.save_policies import (
         AtStep,
@@ -52,14 +52,14 @@ __all__ = [
 ]
 
 
-_MODULES = ("calendar", "health", "retention", "retention_rules", "save_policies", "tiers")
+_MODULES = ("health", "retention_by_time", "retention_plan", "retention_rules", "save_policies", "tiers")
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES or name in __all__:
-        import ckptman.policies.calendar
         import ckptman.policies.health
-        import ckptman.policies.retention
+        import ckptman.policies.retention_by_time
+        import ckptman.policies.retention_plan
         import ckptman.policies.retention_rules
         import ckptman.policies.save_policies
         import ckptman.policies.tiers  # noqa: F401

@@ -12,7 +12,7 @@ from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.engine.state.generators import RNGState
 from ckptman.engine.state.named_state import is_stateful
 from ckptman.errors import ConfigError, warn
-from ckptman.policies.retention import KeepLast, RetentionPolicy
+from ckptman.policies.retention_plan import KeepLast, RetentionPolicy
 from ckptman.policies.save_policies import EverySteps, InitTimeInterval, SavePolicy, with_stops
 from ckptman.runtime.signals import SignalHandler
 from ckptman.runtime.tracker import Tracker

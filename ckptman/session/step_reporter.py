@@ -23,7 +23,7 @@ import torch
 
 from ckptman.engine.state.accelerators import record
 from ckptman.errors import warn_only
-from ckptman.policies.retention import KeepBest, RetentionPolicy
+from ckptman.policies.retention_plan import KeepBest, RetentionPolicy
 from ckptman.policies.retention_rules import rules_of
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.log import tell

@@ -13,7 +13,7 @@ from ckptman.storage.catalog.catalog import Catalog, Entry
 from ckptman.storage.format.paths import check_is_no_checkpoint
 from ckptman.storage.transfer.copy import Copied, CopyOptions, copy_checkpoint
 from ckptman.storage.transfer.progress import Limit
-from ckptman.tools.manage import entry_at
+from ckptman.tools.prune_and_pin import entry_at
 
 
 @short_traceback

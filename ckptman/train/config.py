@@ -17,7 +17,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from ckptman.errors import ConfigError, NotFoundError, UnknownKeyError
-from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast, RetentionPolicy
+from ckptman.policies.retention_plan import KeepBest, KeepEvery, KeepLast, RetentionPolicy
 from ckptman.policies.save_policies import (
     BeforeDeadline,
     DalyInterval,

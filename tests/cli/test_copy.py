@@ -11,7 +11,7 @@ import pytest
 
 from ckptman.cli import console
 from ckptman.cli.app import main
-from ckptman.storage.catalog.backends import source as copysource
+from ckptman.storage.catalog.backends import copy_source
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.transfer.progress import Meter
@@ -56,7 +56,7 @@ def test_of_all_those_that_cannot_be_copied_are_told_at_the_end(root, capsys):
 
 
 def test_what_the_run_prunes_meanwhile_is_no_failure_and_gives_way_to_the_next(root, capsys, monkeypatch):
-    make = copysource.FolderSource.__init__
+    make = copy_source.FolderSource.__init__
     vanishing = []
 
     def pruned(self, folder, manifest):
@@ -65,7 +65,7 @@ def test_what_the_run_prunes_meanwhile_is_no_failure_and_gives_way_to_the_next(r
             commit(root, 400)
         make(self, folder, manifest)
 
-    monkeypatch.setattr(copysource.FolderSource, "__init__", pruned)
+    monkeypatch.setattr(copy_source.FolderSource, "__init__", pruned)
     vanishing += [300]
     assert copied("--all") == 0
     assert "step 300: not copied: it was deleted meanwhile" in capsys.readouterr().out

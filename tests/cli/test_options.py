@@ -4,7 +4,7 @@ import pytest
 
 from ckptman.cli.options import parse_count, parse_keep_best, parse_numbers, parse_rate, parse_seconds, parse_size
 from ckptman.errors import ConfigError
-from ckptman.policies.retention import KeepBest
+from ckptman.policies.retention_plan import KeepBest
 
 SIZES = {
     "70GB": 70 * 10**9,

@@ -29,7 +29,7 @@ import typer
 import ckptman
 from ckptman import errors
 from ckptman.cli.app import make_app
-from ckptman.policies import retention
+from ckptman.policies import retention_plan
 from ckptman.policies import save_policies as saving
 from ckptman.runtime.outcome import Outcome
 from ckptman.storage.format.index import Index
@@ -306,7 +306,7 @@ def test_every_verb_and_option_is_in_the_command_line_page():
 
 def test_every_policy_and_parameter_is_in_the_policies_page():
     page = text_of("policies.md")
-    for module, base in ((saving, saving.SavePolicy), (retention, retention.RetentionPolicy)):
+    for module, base in ((saving, saving.SavePolicy), (retention_plan, retention_plan.RetentionPolicy)):
         for name, policy in vars(module).items():
             if isinstance(policy, type) and issubclass(policy, base) and name in dir(ckptman) and policy != base:
                 assert f"`{name}`" in page

@@ -8,8 +8,8 @@ import torch
 import ckptman
 from ckptman.cli.app import main
 from ckptman.jobs.evidence import newest_sequence
-from ckptman.policies.calendar import KeepWithin
-from ckptman.policies.retention import plan
+from ckptman.policies.retention_by_time import KeepWithin
+from ckptman.policies.retention_plan import plan
 from ckptman.policies.retention_rules import LATEST_SECONDS, Record, is_known_time
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome

@@ -28,7 +28,7 @@ from ckptman.engine.loading import restricted_unpickler as foreign
 from ckptman.engine.saving import saver
 from ckptman.engine.state import named_state, tensor_digest
 from ckptman.engine.state import step_record as recorded
-from ckptman.policies import retention
+from ckptman.policies import retention_plan
 from ckptman.policies.restore_choice import choose
 from ckptman.session import restorer
 from ckptman.storage.catalog import catalog as catalogue
@@ -152,12 +152,12 @@ def _tiers_are_not_awaited():
 
 
 def _finite_ones_may_go():
-    real = retention.untouchables
+    real = retention_plan.untouchables
 
     def untouchables(records):
         return real([replace(each, nonfinite_metrics=(), nonfinite_tensors=()) for each in records])
 
-    retention.untouchables = untouchables
+    retention_plan.untouchables = untouchables
 
 
 def _nonfinite_ones_are_restored():

@@ -9,8 +9,8 @@ import torch
 import ckptman
 from ckptman.errors import ConfigError
 from ckptman.forecast.save_costs import tier_figures
-from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
-from ckptman.policies.retention import plan
+from ckptman.policies.retention_by_time import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+from ckptman.policies.retention_plan import plan
 from ckptman.policies.retention_rules import AtMost, KeepAny, KeepBest, KeepEvery, KeepLast, KeepSteps, Record
 from ckptman.storage.catalog.catalog import Catalog
 from tests.helpers.planned_run import GB, scenario

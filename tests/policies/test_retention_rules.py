@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptman.errors import ConfigError, IntervalError
-from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin, duration
-from ckptman.policies.retention import plan
+from ckptman.policies.retention_by_time import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin, duration
+from ckptman.policies.retention_plan import plan
 from ckptman.policies.retention_rules import (
     AtMost,
     KeepAny,
@@ -26,7 +26,7 @@ from ckptman.policies.retention_rules import (
     is_known_time,
     needs_capacity,
 )
-from ckptman.policies.serialization import from_data, to_data
+from ckptman.policies.stored_retention import from_data, to_data
 
 GB = 10**9
 

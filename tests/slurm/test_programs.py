@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.jobs.progress import find_newest
+from ckptman.jobs.newest_checkpoints import find_newest
 from tests.helpers.scenarios import Scene, script, submit
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3000)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.errors import ConfigError, NotFoundError, UnknownKeyError
-from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast
+from ckptman.policies.retention_plan import KeepBest, KeepEvery, KeepLast
 from ckptman.policies.save_policies import BeforeDeadline, EverySteps, InitTimeInterval, OnStop
 from ckptman.train.__main__ import main
 from ckptman.train.config import Config, check_config, load_config

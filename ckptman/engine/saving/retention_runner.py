@@ -13,7 +13,7 @@ from typing import Literal
 
 from ckptman.engine.saving.draft import SaveInfo
 from ckptman.errors import warn_only
-from ckptman.policies.retention import keeps_any, policy_mistake
+from ckptman.policies.retention_plan import keeps_any, policy_mistake
 from ckptman.policies.retention_rules import Record, RetentionPolicy, in_bytes, needs_capacity
 from ckptman.runtime.journal import Journal
 from ckptman.storage.catalog.backends.run_store import RunStore

@@ -17,7 +17,7 @@ from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerErr
 from ckptman.forecast.save_costs import SHORTEST_LIMIT_SECONDS, warning_seconds
 from ckptman.jobs.chain_record import CHAINS, Chain, JobRecord, Spec, Wish, find_chains, new_chain_dir
 from ckptman.jobs.history import History
-from ckptman.jobs.progress import named_by
+from ckptman.jobs.newest_checkpoints import named_by
 from ckptman.jobs.slurm.batch_script import (
     BatchScript,
     array_tasks,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptman.errors import CkptmanError, ConfigError
-from ckptman.jobs.progress import named_by
+from ckptman.jobs.newest_checkpoints import named_by
 from ckptman.jobs.slurm.template_keys import VARIABLE, JobKeys, TrainingKeys, check_keys, find_template
 
 if TYPE_CHECKING:

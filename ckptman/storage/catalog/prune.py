@@ -1,4 +1,4 @@
-"""Deleting by plan: what to keep is decided by the pure rules of `ckptman.policies.retention`; here it is carried out.
+"""Deleting by plan: the pure rules of `ckptman.policies.retention_plan` decide what to keep; here it is carried out.
 
 Safe beside a run that saves, readers, copies and other prunes, on this host and on others: a folder is renamed before a
 byte of it is removed, and is put back where a reader or a pin came in between (see `lease`).
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
-from ckptman.policies.retention import Record, Verdict, over_limit, plan, relied_on
+from ckptman.policies.retention_plan import Record, Verdict, over_limit, plan, relied_on
 from ckptman.policies.retention_rules import RetentionPolicy, newest_finite
-from ckptman.policies.serialization import from_data, to_data
+from ckptman.policies.stored_retention import from_data, to_data
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.catalog import Catalog, Entry, any_will_do
 from ckptman.storage.catalog.orphans import Leftover, find_leftovers, find_strays

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError, RootError, plain
 from ckptman.policies.retention_rules import Record
-from ckptman.policies.serialization import from_data, to_data
+from ckptman.policies.stored_retention import from_data, to_data
 from ckptman.policies.tiers import Tier, due
 from ckptman.storage.catalog.backends.backend import Backend, find_url, open_backend
 from ckptman.storage.catalog.backends.local import LocalBackend, answers, check_expanded

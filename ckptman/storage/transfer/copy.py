@@ -16,14 +16,14 @@ from pathlib import Path
 
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, ExistsError, plain
 from ckptman.storage.catalog.backends.backend import Backend
-from ckptman.storage.catalog.backends.drafts import CopyDraft, NotReadBackError
-from ckptman.storage.catalog.backends.local import LocalBackend
-from ckptman.storage.catalog.backends.source import (
+from ckptman.storage.catalog.backends.copy_draft import CopyDraft, NotReadBackError
+from ckptman.storage.catalog.backends.copy_source import (
     CopySource,
     Reading,
     SourceInfo,
     blaming_source,
 )
+from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.catalog import Entry
 from ckptman.storage.format.paths import MANIFEST, digests_name, parse_step
 from ckptman.storage.io.checksums import DIGEST_BYTES, digest_of_blocks

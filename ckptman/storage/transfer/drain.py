@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptman.errors import CkptmanError, CorruptError, RootError, warn
-from ckptman.policies.retention import keeps_any, policy_mistake
+from ckptman.policies.retention_plan import keeps_any, policy_mistake
 from ckptman.policies.retention_rules import Record
 from ckptman.policies.tiers import Tier, due
 from ckptman.storage.catalog.backends.backend import Backend
-from ckptman.storage.catalog.backends.drafts import BusyCopyingError
+from ckptman.storage.catalog.backends.copy_draft import BusyCopyingError
 from ckptman.storage.catalog.catalog import Catalog, Entry, mark
 from ckptman.storage.catalog.rollback_records import Rollback, abandoned_by, copy_rollbacks, read_rollbacks
 from ckptman.storage.catalog.tiers import (

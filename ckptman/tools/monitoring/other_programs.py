@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptman.errors import CkptmanError
 from ckptman.jobs.chain_record import Chain, find_chains
 from ckptman.jobs.history import History
-from ckptman.jobs.progress import find_newest, latest
+from ckptman.jobs.newest_checkpoints import find_newest, latest
 from ckptman.runtime.outcome import read_outcome
 from ckptman.tools.monitoring.history import Attempt, RunHistory, Stretch
 

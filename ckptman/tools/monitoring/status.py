@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ckptman.errors import CkptmanError, RootError
 from ckptman.jobs.chain_record import Chain, State, is_gone
-from ckptman.jobs.progress import Newest, find_newest, latest
+from ckptman.jobs.newest_checkpoints import Newest, find_newest, latest
 from ckptman.jobs.slurm.commands import Job, ask_queue
 from ckptman.policies.retention_rules import is_known_time
 from ckptman.runtime.journal import read_journal

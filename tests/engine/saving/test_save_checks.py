@@ -197,7 +197,7 @@ def test_the_best_is_none_whose_parameters_are_not_finite(tmp_path):
     train(tmp_path, 0.5, 0.4)
     train(tmp_path, 0.1, bad="parameter")
     assert marks(tmp_path)[3] == "tensor model.large"
-    plan = ckptman.policies.retention.plan(
+    plan = ckptman.policies.retention_plan.plan(
         [each.record() for each in Catalog(tmp_path).complete()], ckptman.KeepBest("loss")
     )
     assert [(each.record.step, each.keep) for each in plan] == [(1, False), (2, True), (3, True)]

@@ -22,10 +22,10 @@ from ckptman.policies.retention_rules import KeepLast
 from ckptman.policies.tiers import Tier
 from ckptman.storage.catalog.backends import object_draft, object_store
 from ckptman.storage.catalog.backends.backend import find_url
+from ckptman.storage.catalog.backends.copy_source import FolderReading
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.backends.object_draft import ObjectDraft
 from ckptman.storage.catalog.backends.object_store import COPYING, ObjectBackend
-from ckptman.storage.catalog.backends.source import FolderReading
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.reader_lease import GoneError
 from ckptman.storage.catalog.tiers import write_tiers

@@ -16,7 +16,7 @@ from ckptman.cli.app import main
 from ckptman.engine.saving import retention_runner
 from ckptman.engine.saving.retention_runner import RetentionRunner
 from ckptman.errors import NotFoundError
-from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast
+from ckptman.policies.retention_plan import KeepBest, KeepEvery, KeepLast
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.storage.catalog import liveness, reader_lease
 from ckptman.storage.catalog import prune as prune_module

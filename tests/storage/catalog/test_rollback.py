@@ -12,7 +12,7 @@ import torch
 import ckptman
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, ConfigError, CorruptError, NotFoundError, RootError
-from ckptman.policies.retention import KeepLast
+from ckptman.policies.retention_plan import KeepLast
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import highest_attempt
 from ckptman.storage.catalog.catalog import Catalog

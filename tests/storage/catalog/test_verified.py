@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptman.policies.retention import KeepLast
+from ckptman.policies.retention_plan import KeepLast
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.prune import execute, plan_prune
 from ckptman.storage.catalog.verified import VERIFIED, forget_verified, identify, note_verified

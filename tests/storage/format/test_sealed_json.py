@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ckptman.errors import ConfigError, CorruptError
-from ckptman.policies.retention import KeepLast
+from ckptman.policies.retention_plan import KeepLast
 from ckptman.policies.tiers import Tier
 from ckptman.runtime.outcome import highest_attempt
 from ckptman.storage.catalog.pins import PINNED, pin, read_pin

@@ -13,10 +13,10 @@ import pytest
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, ConfigError, CorruptError, ExistsError, NotFoundError, RootError
 from ckptman.storage.catalog.backends import object_draft
-from ckptman.storage.catalog.backends.drafts import BusyCopyingError, NotReadBackError
+from ckptman.storage.catalog.backends.copy_draft import BusyCopyingError, NotReadBackError
+from ckptman.storage.catalog.backends.copy_source import FolderReading
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.backends.object_store import ObjectBackend
-from ckptman.storage.catalog.backends.source import FolderReading
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.pins import PINNED
 from ckptman.storage.catalog.prune import execute, plan_prune

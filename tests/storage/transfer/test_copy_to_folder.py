@@ -13,9 +13,9 @@ import pytest
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, ExistsError, RootError
 from ckptman.policies.tiers import Tier
-from ckptman.storage.catalog.backends import source as copysource
+from ckptman.storage.catalog.backends import copy_source
+from ckptman.storage.catalog.backends.copy_source import SourceError
 from ckptman.storage.catalog.backends.local import LocalBackend
-from ckptman.storage.catalog.backends.source import SourceError
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.catalog.liveness import this_process
 from ckptman.storage.catalog.pins import PINNED
@@ -245,7 +245,7 @@ def test_a_rollback_goes_along_with_what_is_named_by_a_link(source, root, tmp_pa
     ("module", "function", "name"),
     [
         *((file_reader, "open_regular", name) for name in ("__0_0.distcp", "blocks-00000.bin")),
-        *((copysource, "read_regular", name) for name in (MANIFEST, PINNED)),
+        *((copy_source, "read_regular", name) for name in (MANIFEST, PINNED)),
     ],
 )
 def test_with_all_a_file_that_cannot_be_read_keeps_no_other_checkpoint(

@@ -12,7 +12,7 @@ from ckptman.errors import ExistsError, NotFoundError, RootError
 from ckptman.policies.retention_rules import KeepLast
 from ckptman.policies.tiers import Tier
 from ckptman.storage.catalog import catalog as catalogue
-from ckptman.storage.catalog.backends import source as copysource
+from ckptman.storage.catalog.backends import copy_source
 from ckptman.storage.catalog.backends.local import LocalBackend
 from ckptman.storage.catalog.backends.local_draft import FolderDraft
 from ckptman.storage.catalog.backends.object_store import ObjectBackend
@@ -85,7 +85,7 @@ def test_a_tier_that_takes_no_rollback_keeps_no_other_from_being_filled(root, mo
 
 
 def test_a_file_that_cannot_be_read_keeps_no_other_checkpoint_from_being_copied(root, monkeypatch):
-    refuse(monkeypatch, copysource, "read_regular", errno.EIO, lambda path: path.parent.name == LOST)
+    refuse(monkeypatch, copy_source, "read_regular", errno.EIO, lambda path: path.parent.name == LOST)
     done = drain(root, Tier(root.parent / "far"))
     assert [each.task.entry.step for each in done if isinstance(each.error, RootError)] == [70]
     assert steps(root.parent / "far") == [10, 20, 30, 40, 50, 60, 80]

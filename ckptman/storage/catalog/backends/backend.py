@@ -15,8 +15,8 @@ from ckptman.storage.catalog.catalog import Entry, Until
 from ckptman.storage.catalog.rollback_records import Rollback
 
 if TYPE_CHECKING:
-    from ckptman.storage.catalog.backends.drafts import CopyDraft
-    from ckptman.storage.catalog.backends.source import CopySource, SourceInfo
+    from ckptman.storage.catalog.backends.copy_draft import CopyDraft
+    from ckptman.storage.catalog.backends.copy_source import CopySource, SourceInfo
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://?(?P<rest>[^/].*)", re.ASCII)
 _MEANT = re.compile(r"[a-z][\w+.-]+:/{2,}|s3:", re.ASCII | re.IGNORECASE)

@@ -28,8 +28,8 @@ from ckptman.storage.io.durable_files import DISK, check_held
 from ckptman.storage.io.safe_open import read_regular
 
 if TYPE_CHECKING:
-    from ckptman.storage.catalog.backends.drafts import CopyDraft
-    from ckptman.storage.catalog.backends.source import CopySource, SourceInfo
+    from ckptman.storage.catalog.backends.copy_draft import CopyDraft
+    from ckptman.storage.catalog.backends.copy_source import CopySource, SourceInfo
 
 ANSWER_SECONDS = 60.0
 """How long a folder may take to say whether it is there."""
@@ -200,7 +200,7 @@ class LocalBackend:
         return self.catalogue.last_sequence()
 
     def open(self, entry: Entry) -> CopySource:
-        from ckptman.storage.catalog.backends.source import FolderSource  # numpy, which a prune can do without
+        from ckptman.storage.catalog.backends.copy_source import FolderSource  # numpy, which a prune can do without
 
         return FolderSource(entry.path, entry.require_manifest())
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptman.errors import BusyError, CkptmanError, RootError
-from ckptman.storage.catalog.backends.drafts import BusyCopyingError, Incoming, NotReadBackError
+from ckptman.storage.catalog.backends.copy_draft import BusyCopyingError, Incoming, NotReadBackError
+from ckptman.storage.catalog.backends.copy_source import AGAIN, FolderReading, Reading, SourceInfo, refused
 from ckptman.storage.catalog.backends.page_cache import drop_all
-from ckptman.storage.catalog.backends.source import AGAIN, FolderReading, Reading, SourceInfo, refused
 from ckptman.storage.catalog.liveness import Owner, is_this_process
 from ckptman.storage.catalog.overwrite import may_be_replaced
 from ckptman.storage.catalog.pins import PINNED

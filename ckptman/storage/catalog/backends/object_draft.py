@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 from ckptman.errors import CkptmanError, ExistsError, plain
-from ckptman.storage.catalog.backends.drafts import BusyCopyingError, Incoming, NotReadBackError
+from ckptman.storage.catalog.backends.copy_draft import BusyCopyingError, Incoming, NotReadBackError
+from ckptman.storage.catalog.backends.copy_source import Reading, SourceInfo
 from ckptman.storage.catalog.backends.object_source import ObjectReading
 from ckptman.storage.catalog.backends.object_store import COPYING, REMOVING, ObjectBackend, size_problem
-from ckptman.storage.catalog.backends.source import Reading, SourceInfo
 from ckptman.storage.catalog.overwrite import are_replaceable
 from ckptman.storage.catalog.pins import PINNED
 from ckptman.storage.format.manifest import MOST_BYTES, parse_manifest

@@ -5,8 +5,8 @@ from __future__ import annotations
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import CkptmanError, CorruptError, NotFoundError
+from ckptman.storage.catalog.backends.copy_source import MOST_PIN_BYTES, Reading, SourceInfo
 from ckptman.storage.catalog.backends.object_store import COPYING, ObjectBackend
-from ckptman.storage.catalog.backends.source import MOST_PIN_BYTES, Reading, SourceInfo
 from ckptman.storage.catalog.catalog import Entry
 from ckptman.storage.catalog.pins import PINNED
 from ckptman.storage.catalog.reader_lease import GoneError

@@ -27,7 +27,7 @@ from ckptman.errors import (
     masked,
     plain,
 )
-from ckptman.policies.retention import plan
+from ckptman.policies.retention_plan import plan
 from ckptman.policies.retention_rules import Record, RetentionPolicy
 from ckptman.storage.catalog.catalog import Entry, Until, commit_order
 from ckptman.storage.catalog.pins import PINNED
@@ -37,8 +37,8 @@ from ckptman.storage.format.paths import DOT, MANIFEST, parse_step
 from ckptman.storage.io.threads import share_out
 
 if TYPE_CHECKING:
-    from ckptman.storage.catalog.backends.drafts import CopyDraft
-    from ckptman.storage.catalog.backends.source import CopySource, SourceInfo
+    from ckptman.storage.catalog.backends.copy_draft import CopyDraft
+    from ckptman.storage.catalog.backends.copy_source import CopySource, SourceInfo
 
 COPYING = "copying.json"
 """In one that is being put: whose objects they are."""

@@ -24,8 +24,8 @@ from ckptman.storage.catalog.writer_lock import claim
 from ckptman.storage.format.manifest import Nonfinite, read_manifest
 from ckptman.storage.format.paths import step_folder
 from ckptman.storage.io.durable_files import Disk
-from ckptman.storage.transfer import flush as flushing
-from ckptman.storage.transfer.flush import Flushed, flush
+from ckptman.storage.transfer import memory_flush
+from ckptman.storage.transfer.memory_flush import Flushed, flush
 from tests.faults.powercut import Flushes, survive, watched
 from tests.helpers.checkpoints import commit, flip_byte, steps_of
 from tests.helpers.faulty_disk import WHEN, Death, Fault, FaultyDisk, drawn, holds, on_disk
@@ -160,7 +160,7 @@ def test_a_part_whose_bytes_changed_comes_from_another_node(tmp_path):
 
 @pytest.mark.parametrize("what", ["changed", "shorter", "link", "folder", "gone"])
 def test_what_is_no_file_of_its_bytes_is_not_brought(tmp_path, monkeypatch, what):
-    monkeypatch.setattr(flushing, "_LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(memory_flush, "_LINGER_SECONDS", 0.0)
     memory = nodes_with(tmp_path, 120, {"a": range(4)})["a"]
     path = memory.path_of(120) / "__2_0.distcp"
     aside = path.rename(tmp_path / "elsewhere")

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from ckptman.jobs import progress as progress_module
-from ckptman.jobs.progress import find_left, find_newest, guess_newest, later_of, named_by, numbers_of
+from ckptman.jobs import newest_checkpoints
+from ckptman.jobs.newest_checkpoints import find_left, find_newest, guess_newest, later_of, named_by, numbers_of
 from tests.helpers.checkpoints import commit
 from tests.helpers.slurm_chains import NOW, attempt, submitted, supervisor
 
@@ -224,7 +224,7 @@ def test_rubbish_in_a_tracker_file(tmp_path, text):
 
 
 def test_trees_that_cannot_be_read_or_are_huge_end_the_search(tmp_path, monkeypatch):
-    monkeypatch.setattr(progress_module, "MOST_ENTRIES", 50)
+    monkeypatch.setattr(newest_checkpoints, "MOST_ENTRIES", 50)
     for number in range(200):
         write(tmp_path / f"logs/{number}.txt")
     (tmp_path / "loop").symlink_to(tmp_path)

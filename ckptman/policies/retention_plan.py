@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckptman.policies.calendar import KeepWithin
+from ckptman.policies.retention_by_time import KeepWithin
 from ckptman.policies.retention_rules import (
     ROOM,
     KeepAll,

@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptman._tracebacks import short_traceback
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError
 from ckptman.policies.parameters import check_positive
-from ckptman.policies.retention import KeepLast, RetentionPolicy, Verdict, policy_mistake
+from ckptman.policies.retention_plan import KeepLast, RetentionPolicy, Verdict, policy_mistake
 from ckptman.policies.retention_rules import in_bytes, needs_capacity
 from ckptman.run import checkpoint_at
 from ckptman.storage.catalog import pins

@@ -88,17 +88,17 @@ def pin(
     PATH is one checkpoint, or a root: then it is that of --step, or the newest finite one. The pin is a file beside the
     manifest, and goes with every copy of the checkpoint. Pinned again, it gets the new reason.
     """
-    from ckptman.tools import manage
+    from ckptman.tools import prune_and_pin
 
     (entry,) = choose(path, step)
-    manage.pin(entry.path, why)
+    prune_and_pin.pin(entry.path, why)
     console.say(f"Pinned step {entry.step}: {why.strip()}")
 
 
 def unpin(path: PathOrRoot, step: Step = None) -> None:
     """Let the rules of a prune decide about a checkpoint again."""
-    from ckptman.tools import manage
+    from ckptman.tools import prune_and_pin
 
     (entry,) = choose(path, step)
-    was = manage.unpin(entry.path)
+    was = prune_and_pin.unpin(entry.path)
     console.say(f"Step {entry.step} is no longer pinned." if was else f"Step {entry.step} was not pinned.")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ckptman.engine.saving.draft import SaveInfo
 from ckptman.engine.saving.retention_runner import RetentionRunner
-from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
-from ckptman.policies.retention import over_limit, plan, policy_mistake, untouchables
+from ckptman.policies.retention_by_time import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+from ckptman.policies.retention_plan import over_limit, plan, policy_mistake, untouchables
 from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.storage.catalog.backends.run_store import RunStore

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptman.errors import BusyError, RootError
-from ckptman.storage.catalog.backends.source import Reading
+from ckptman.storage.catalog.backends.copy_source import Reading
 from ckptman.storage.io.file_writer import Sink
 
 

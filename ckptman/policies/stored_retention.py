@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptman.errors import ConfigError
-from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+from ckptman.policies.retention_by_time import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
 from ckptman.policies.retention_rules import (
     AtMost,
     KeepAll,
