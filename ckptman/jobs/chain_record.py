@@ -256,6 +256,12 @@ class Chain:
         self._replace(_name("job", job.number), job)
         del self._unwritten[job.number]
 
+    def put_unwritten(self) -> None:
+        """Note the jobs that could not be noted before, where there is room by now."""
+        for job in list(self._unwritten.values()):
+            with suppress(OSError):
+                self.put_job(job)
+
     def attempts(self) -> list[AttemptRecord]:
         """All attempts that have begun, in order."""
         return self._all("attempt", AttemptRecord)

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 
-from ckptman.jobs.chain_record import JobRecord
+from ckptman.jobs.chain_record import Chain, JobRecord
 from ckptman.jobs.slurm.accounting import jobs_of_chains
+from ckptman.jobs.slurm.submission import slurm_of, submit_next
 from ckptman.storage.io.durable_files import DISK
 from tests.helpers.slurm_chains import NOW, attempt, begin_and_be_killed, outcome, submitted, supervisor
 
@@ -167,9 +169,23 @@ def test_a_successor_that_could_not_be_recorded_is_not_submitted_twice(tmp_path,
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(DISK, "replace_file", full)
-    assert attempt(chain, fake, 1)[1][-1] == "the chain goes on: job 102 is in the queue"
+    with monkeypatch.context() as patched:
+        patched.setattr(DISK, "replace_file", full)
+        assert attempt(chain, fake, 1)[1][-1] == "the chain goes on: job 102 is in the queue"
     assert len(fake.argv("sbatch")) == 2
+    chain.put_unwritten()
+    assert Chain(chain.folder).job(2).job_id == "102"
+
+
+def test_a_successor_is_noted_as_soon_as_there_is_room(tmp_path, fake, monkeypatch):
+    chain = submitted(tmp_path, fake, "exit 75")
+    chain.put_job(JobRecord(number=2, job_id="90", time_seconds=NOW))
+    fake.plan("squeue", (0, "102|PENDING|Dependency||x\n", ""))
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(DISK, "replace_file", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        chain.put_job(JobRecord(number=2, job_id="102", time_seconds=NOW))
+    assert submit_next(chain, slurm_of(chain.spec), 1, "101", NOW).job_id == "102"
+    assert Chain(chain.folder).job(2).job_id == "102"
 
 
 def test_a_site_that_refuses_sbatch_on_its_nodes_has_the_job_requeued(tmp_path, fake):

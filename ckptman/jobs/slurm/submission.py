@@ -180,6 +180,7 @@ def submit_next(chain: Chain, slurm: Slurm, number: int, job_id: str, now: float
     if noted is not None:
         found = slurm.jobs([noted.job_id]).get(noted.job_id)
         if found is not None and not found.over:
+            chain.put_unwritten()
             return noted
     return _submit(chain, slurm, number + 1, (f"--dependency=afterany:{job_id}",), now)
 

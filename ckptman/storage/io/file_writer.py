@@ -142,7 +142,7 @@ def write_all(
         write,
         first_threads=computing_threads(threads) if threads > 1 and file.is_direct else threads,
         then_threads=threads - 1 if file.is_direct else 0,
-        scratch_bytes=stride,
+        scratch_bytes=min(stride, size),
         on_error=on_error,
     )
     file.flush()

@@ -271,6 +271,8 @@ def _borrow_if_any(size: int) -> memoryview | None:
 
 
 def _borrow(size: int) -> memoryview:
+    if not size:
+        return memoryview(b"")
     # Fresh memory is several times slower than memory that was touched before, so buffers stay.
     try:
         buffer = _free.pop()
@@ -298,7 +300,7 @@ def aligned_memory(size_bytes: int, *, shared: bool = False) -> memoryview:
 
 
 def _give_back(buffer: memoryview) -> None:
-    if len(_free) < _KEPT_BUFFERS and len(buffer) <= _KEPT_BYTES:
+    if len(_free) < _KEPT_BUFFERS and 0 < len(buffer) <= _KEPT_BYTES:
         _free.append(buffer)
 
 

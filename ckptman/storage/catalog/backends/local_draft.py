@@ -139,7 +139,7 @@ class FolderDraft:
 
     def put(self, file: Incoming, threads: int) -> None:
         path, size = self._folder / file.name, file.size_bytes
-        why = "it is small" if size < STRIDE_BYTES else "it comes through a network" if file.is_remote else None
+        why = "it is small" if size < STRIDE_BYTES else None
         flags = os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
         with FileWriter(path, size, flags=flags, buffered_because=why) as writer:
             file.pass_to(writer, threads)

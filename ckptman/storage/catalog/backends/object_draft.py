@@ -8,6 +8,7 @@ store has such; several files are put at a time.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -104,7 +105,8 @@ class ObjectDraft:
 
     def put(self, file: Incoming, threads: int) -> None:
         path = f"{self._name}/{file.name}"
-        self._place.ask("written", partial(self._put_once, path, file), path)
+        # However long a file takes: each request of it has a limit of its own.
+        self._place.ask("written", partial(self._put_once, path, file), path, math.inf)
 
     def _put_once(self, path: str, file: Incoming) -> None:
         part = max(PART_BYTES, -(-file.size_bytes // (MOST_PARTS // 2)))
@@ -117,6 +119,7 @@ class ObjectDraft:
         except BaseException:
             with suppress(Exception):
                 stream.closed = True  # to close it would make an object of what there is
+            with suppress(Exception):
                 stream.discard()
             raise
 

@@ -65,7 +65,7 @@ class ObjectSource:
 class ObjectReading:
     """An object, read by ranges."""
 
-    piece_bytes = 4 * STRIDE_BYTES
+    piece_bytes = 2 * STRIDE_BYTES
 
     def __init__(self, place: ObjectBackend, name: str) -> None:
         self._place, self._name = place, name

@@ -57,7 +57,7 @@ _FINAL_NAMES = (
 )
 _UNKNOWN = ("NotImplemented", "InvalidArgument", "InvalidRequest", "501")
 """What stores say that know no condition of a put."""
-_FOR_S3 = {"config_kwargs": {"read_timeout": 20, "retries": {"mode": "standard", "total_max_attempts": 3}}}
+_FOR_S3 = {"config_kwargs": {"read_timeout": 20, "retries": {"mode": "standard", "total_max_attempts": 5}}}
 """Each request, such as a part of a file, is tried again by its client, and a whole file here: not by s3fs besides."""
 
 T = TypeVar("T")
@@ -305,8 +305,11 @@ class ObjectBackend:
             if not verdict.keep:
                 self._delete(entries[verdict.record.sequence - 1])
 
-    def ask(self, done: str, call: Callable[[], T], name: str) -> T:
-        """Ask the store for something, again where it is busy or away. Raises: NotFoundError, RootError."""
+    def ask(self, done: str, call: Callable[[], T], name: str, most_seconds: float = _MOST_SECONDS) -> T:
+        """Ask the store for something, again where it is busy or away, but not after `most_seconds`.
+
+        Raises: NotFoundError, RootError.
+        """
         wait, begun = self.first_seconds, time.monotonic()
         attempt = 0
         while True:
@@ -323,7 +326,7 @@ class ObjectBackend:
             except Exception as error:
                 final = isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES
                 # What is silent takes long to fail: after a while it is tried no more, but twice in any case.
-                late = attempt > 1 and time.monotonic() - begun > _MOST_SECONDS
+                late = attempt > 1 and time.monotonic() - begun > most_seconds
                 if final or late or attempt >= self.attempts:
                     raise self._failure(done, name, error, attempt) from error
             time.sleep(wait * random.uniform(0.5, 1.5))
