@@ -319,7 +319,7 @@ def test_a_place_opens_files_and_nothing_else(tmp_path):
     entry = commit(tmp_path, 1)
     original = LocalBackend(tmp_path).open(entry)
     file, size = original.open("index.json"), original.facts.sizes["index.json"]
-    assert Index.model_validate_json(bytes(file.read(0, size, memoryview(bytearray(size))))).tensors
+    assert Index.model_validate_json(bytes(file.read(0, memoryview(bytearray(size))))).tensors
     file.close()
     (entry.path / "index.json").unlink()
     os.mkfifo(entry.path / "index.json")
