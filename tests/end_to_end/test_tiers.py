@@ -17,7 +17,7 @@ from ckptman.errors import CkptmanError, ConfigError
 from ckptman.runtime.journal import read_journal
 from ckptman.session import drain_process
 from ckptman.storage.catalog.backends.backend import open_backend
-from ckptman.storage.catalog.backends.object_store import ObjectBackend
+from ckptman.storage.catalog.backends.object_store import REQUEST_TRIES, ObjectBackend
 from ckptman.storage.catalog.catalog import Catalog
 from ckptman.storage.format.paths import journal_path
 from tests.helpers.checkpoints import flip_byte
@@ -204,7 +204,7 @@ def test_a_store_that_cannot_be_asked_is_no_reason_to_start_over(tmp_path, bucke
     monkeypatch.setattr(ObjectBackend, "first_seconds", 0.0)
     root, tiers = tmp_path / "run", [ckptman.Tier(f"s3://{bucket}/runs/a")]
     run(root, tiers, 20)
-    proxy.first(2 * 3, "503", lambda request: request.lists)  # the client asks three times
+    proxy.first(2 * REQUEST_TRIES, "503", lambda request: request.lists)
     with pytest.warns(RuntimeWarning, match="cannot be looked at"):
         assert run(root, tiers, 20) == 20
     shutil.rmtree(root)

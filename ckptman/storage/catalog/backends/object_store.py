@@ -57,7 +57,8 @@ _FINAL_NAMES = (
 )
 _UNKNOWN = ("NotImplemented", "InvalidArgument", "InvalidRequest", "501")
 """What stores say that know no condition of a put."""
-_FOR_S3 = {"config_kwargs": {"read_timeout": 20, "retries": {"mode": "standard", "total_max_attempts": 5}}}
+REQUEST_TRIES = 5
+_FOR_S3 = {"config_kwargs": {"read_timeout": 20, "retries": {"mode": "standard", "total_max_attempts": REQUEST_TRIES}}}
 """Each request, such as a part of a file, is tried again by its client, and a whole file here: not by s3fs besides."""
 
 T = TypeVar("T")
