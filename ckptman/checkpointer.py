@@ -52,6 +52,7 @@ from ckptman.runtime.log import show_by_default
 from ckptman.runtime.notify import Notify
 from ckptman.runtime.outcome import code_for_again, end_launcher_at_exit
 from ckptman.runtime.signals import SignalHandler, free_signals
+from ckptman.runtime.stopwatch import Stopwatch
 from ckptman.runtime.tracker import Tracker
 from ckptman.session.arguments import (
     check_arguments,
@@ -77,8 +78,10 @@ from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.format.paths import MAX_STEP, step_number
 
 _REGULAR = (None, EXIT_OK, EXIT_AGAIN)
-_Decisions = tuple[Decision | None, Decision | None]
 """Codes of a SystemExit with which a loop leaves its block in order."""
+_PIN_SECONDS = 0.01
+"""For about how long a step pins memory, until all of it is."""
+_Decisions = tuple[Decision | None, Decision | None]
 
 
 class _Step(NamedTuple):
@@ -418,6 +421,7 @@ class Checkpointer:
                 nothing; or ranks differ in the arguments.
             SystemExit: with `exit_code`, a signal asked to stop meanwhile: there is nothing to save yet.
         """
+        watch = Stopwatch()
         self._check_usable()
         self._watchdog.beat("restore", 0)
         accepted, others = self._agree_on_restore(
@@ -441,7 +445,8 @@ class Checkpointer:
         beat = partial(self._watchdog.beat, "restore", 0)
         beat()
         memory = self._memory.restore if self._memory is not None else None
-        restorer = Restorer(self._control, self._store, self._session, beat, accepted, prefer_finite, memory)
+        watch.ends("agree")
+        restorer = Restorer(self._control, self._store, self._session, beat, accepted, prefer_finite, watch, memory)
         asked = asked_settings(self._state)
         self._grown_buffers = GrownBuffers(self._state)  # what is made until now, a new process makes too
         with failing_as_one():
@@ -469,13 +474,16 @@ class Checkpointer:
 
         def look() -> Contribution:
             if self._control.is_leader and not allow_suspect:
-                self._session.stop_crash_loop()
+                self._session.stop_crash_loop(found)
             return Contribution(maxima=(not is_settled(self._state), self._consensus.stop_flag()))
 
         with failing_as_one():
             is_unsettled, stop = self._control.agree("restore()", look).maxima
         if not is_unsettled:
             self._rehearse_early("restore()")
+        watch.ends("prepare")
+        if restorer.restored:
+            self._session.note("restored", **restorer.restored, seconds=watch.seconds, parts=watch.parts)
         if self._reporter is not None:
             self._reporter.starts(found or 0)
         self._leave_if(stop_text(stop))
@@ -532,6 +540,8 @@ class Checkpointer:
         try:
             if agreed is not None:
                 reason = self._act(step, metrics, agreed)
+            if reason is None:
+                self._saver.pin_some(_PIN_SECONDS)
         finally:
             self._last, self._stepped = self._record(step, metrics), True
             if self._reporter is not None:
@@ -912,8 +922,10 @@ class Checkpointer:
         metrics: Mapping[str, Any] | None,
         decide: Callable[[], _Decisions],
     ) -> Decision | None:
+        watch = Stopwatch()
         self._watchdog.beat("stage", step)
         found = self._preflight(state, verb, lambda: (*decide(), metric_numbers(metrics)))
+        watch.ends("agree")
         to_disk: Decision | None
         to_disk, to_memory, numbers = found.told
         if (decision := to_disk or to_memory) is None:
@@ -928,6 +940,7 @@ class Checkpointer:
             self._wait()
             self._saver.channel = Channel(self._timeout_seconds)
         self._plan(found)
+        watch.ends("plan")
         self._shot = found.snapshot
         info = self._session.save_info(
             step, decision.reason, found.snapshot, self._restored_from, numbers, self._metadata, self._asked
@@ -940,7 +953,7 @@ class Checkpointer:
             self._timings.memory_saves.begins(step)
         try:
             report = self._saver.save(
-                self._control, state, found.snapshot, info, to_disk=to_disk is not None, memory=memory
+                self._control, state, found.snapshot, info, watch, to_disk=to_disk is not None, memory=memory
             )
         except CommitError as error:
             self._account_for([], error)

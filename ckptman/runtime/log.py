@@ -55,6 +55,9 @@ def tell_event(event: str, fields: Mapping[str, Any]) -> None:
         level, line = _LINES[event]
         with contextlib.suppress(Exception):  # a field that is not what it should be
             tell(line(fields), level)
+            if parts := fields.get("parts"):
+                took = (f"{part} {duration_text(seconds)}" for part, seconds in parts.items())
+                tell(f"of these: {', '.join(took)}", logging.DEBUG)
 
 
 def _restored(fields: Mapping[str, Any]) -> str:

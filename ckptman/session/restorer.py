@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from ckptman.errors import (
     warn,
 )
 from ckptman.policies.restore_choice import Choice, choose
+from ckptman.runtime.stopwatch import Stopwatch
 from ckptman.session.memory_restore import MemoryRestore
 from ckptman.session.run_session import RunSession, refuse_other_checkpoints
 from ckptman.storage.catalog.backends.local import LocalBackend
@@ -74,10 +74,13 @@ class Restorer:
         beat: Callable[[], None],
         accepted: AllowedMismatches,
         prefer_finite: bool,
+        watch: Stopwatch,
         memory: MemoryRestore | None = None,
     ) -> None:
         self._accepted, self._prefer_finite = accepted, prefer_finite
-        self._memory = memory
+        self._memory, self._watch = memory, watch
+        self.restored: dict[str, Any] = {}
+        """What the journal is to be told of what was loaded."""
         self._in_memory: list[InMemory] | None = None
         self.from_memory = False
         """Whether what was loaded is in memory."""
@@ -93,10 +96,10 @@ class Restorer:
 
     def best(self, state: State, step: int | None, *, allow_suspect: bool = False) -> int | None:
         """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
-        begun = time.monotonic()
         refused: list[str] = []
         self._scan_memory()
         on_disk, trouble = self._control.run_on_leader(lambda: self._candidates_beside_memory(step, allow_suspect))
+        self._watch.ends("find")
         if (found := self._best_in_memory(state, step, on_disk, allow_suspect, refused)) is not None:
             return found
         if trouble is not None:
@@ -139,7 +142,7 @@ class Restorer:
                     self.damaged.add(entry.sequence)
                 self._skip(entry, error)
                 continue
-            self._note_restored(entry.step, entry.path, time.monotonic() - begun, skipped)
+            self._note_restored(entry.step, entry.path, skipped)
             self.asked = entry.require_manifest().asked
             return entry.step
         if refused:
@@ -184,7 +187,6 @@ class Restorer:
             if step in (None, number):
                 refused.append(f"step {number} in memory: {damage}")
                 self._reject(number, damage)
-        begun = time.monotonic()
         why_not = self._control.run_on_leader(
             lambda: [self._rejection(each, step, left, allow_suspect) for each in found]
         )
@@ -194,15 +196,21 @@ class Restorer:
                     self._memory.bring_shared(each)
                     folder, memory = self._memory.folder_of(each), self._memory
                     with failing_as_one():
-                        skipped = load(self._control, state, folder, self._accepted, bring=partial(memory.bring, each))
+                        skipped = load(
+                            self._control,
+                            state,
+                            folder,
+                            self._accepted,
+                            bring=partial(memory.bring, each),
+                            watch=self._watch,
+                        )
                 except (CorruptError, NotFoundError, RankFailed) as error:
                     why = f"it cannot be loaded: {error}"
                     refused.append(f"step {each.manifest.step} in memory: {error}")
                 else:
                     self.from_memory, self.on_disk = True, left[0] if left else None
                     self.asked = each.manifest.asked
-                    seconds = time.monotonic() - begun
-                    self._note_restored(each.manifest.step, folder, seconds, skipped, _why_memory(each, left))
+                    self._note_restored(each.manifest.step, folder, skipped, _why_memory(each, left))
                     try:
                         memory.copy(each)
                     except RankFailed as error:
@@ -245,8 +253,8 @@ class Restorer:
         def look() -> Entry | None:
             return Entry(0, folder, read_manifest(folder)) if (folder / MANIFEST).exists() else None
 
-        begun = time.monotonic()
         entry = self._control.run_on_leader(look)
+        self._watch.ends("find")
         part = others.part_of(state)
         before = dict(part)
         try:
@@ -260,7 +268,7 @@ class Restorer:
             of_entries = entry.require_manifest().asked
             self.asked = {name: text for name, text in of_entries.items() if name.rpartition(".")[0] in part}
         step = entry.require_manifest().step if entry is not None and not others.only else 0
-        self._note_restored(step, folder, time.monotonic() - begun, skipped, only=others.only)
+        self._note_restored(step, folder, skipped, only=others.only)
         return step
 
     def _fetch(self, entry: Entry) -> CkptmanError | None:
@@ -298,12 +306,13 @@ class Restorer:
         with contextlib.ExitStack() as stack:
             if self._control.is_leader:
                 stack.enter_context(held(folder, what="a run that goes on from it"))
-            skipped = load(self._control, state, folder, self._accepted, others=others)
+            self._watch.ends("find")
+            skipped = load(self._control, state, folder, self._accepted, others=others, watch=self._watch)
             self.held = stack.pop_all()
             return skipped
 
     def _note_restored(
-        self, step: int, folder: Path, seconds: float, skipped: Skipped, memory: str = "", only: Sequence[str] = ()
+        self, step: int, folder: Path, skipped: Skipped, memory: str = "", only: Sequence[str] = ()
     ) -> None:
         """`memory`: why it was loaded from there; "": it was not. `only`: what of it was loaded; (): all."""
         more: dict[str, Any] = {name: told(names) for name, names in skipped._asdict().items() if names}
@@ -311,7 +320,7 @@ class Restorer:
             more["memory"] = memory
         if only:
             more["only"] = list(only)
-        self._attempt.note("restored", step=step, path=str(folder), seconds=seconds, **more)
+        self.restored = {"step": step, "path": str(folder), **more}
 
     def _candidates(self, step: int | None, allow_suspect: bool) -> Choice[Entry]:
         if step is not None:

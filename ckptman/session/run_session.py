@@ -168,13 +168,14 @@ class RunSession:
         """
         return suspects_of(self.root)
 
-    def stop_crash_loop(self) -> None:
+    def stop_crash_loop(self, restored: int | None) -> None:
         """Refuse to train on where torchrun has started the ranks again and again, and no start got anywhere.
 
-        Called by the leader after the restore. Raises: SuspectError.
+        Called by the leader when it has `restored` a step; None: there was none. Raises: SuspectError.
         """
         launch = launch_of(os.environ)
-        if launch and starts_in_vain(events_of(self.root), launch) > MOST_IN_VAIN:
+        now = [{"event": "restored", "step": restored}]  # of which the journal hears last
+        if launch and starts_in_vain([*events_of(self.root), *now], launch) > MOST_IN_VAIN:
             raise SuspectError(
                 f"{self.root}: torchrun has started the ranks {MOST_IN_VAIN} times in a row from the same step, and "
                 f"none of them came to a further checkpoint. This launch ends; remove the cause, which is in the log, "

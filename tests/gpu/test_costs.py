@@ -30,6 +30,7 @@ def staging_rates(stager, file, memory):
     pinned = [torch.zeros(each.shape, pin_memory=True) for each in memory]
     raw, staging = [], []
     stager.prepare(file, memory)
+    stager.wait()
     stager.stage(file, memory).release()
     for _ in range(ROUNDS):
         raw.append(raw_copy_seconds(memory, pinned))

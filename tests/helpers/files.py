@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from ckptman.storage.io import file_writer
 from ckptman.storage.io.checked_reader import Wanted
-from ckptman.storage.io.checksums import Digests, digest_file
+from ckptman.storage.io.checksums import Digests, digest_file, large_block_bytes
 from ckptman.storage.io.file_reader import FileReader
 
 KIB, MIB = 1024, 1024 * 1024
@@ -20,8 +20,10 @@ def random_bytes(size, seed=0):
 
 
 def digests_of(path, block_bytes=BLOCK):
+    """What a save keeps of a file."""
     size, blocks = digest_file(path, block_bytes)
-    return Digests(block_bytes, b"".join(blocks), size)
+    large = large_block_bytes(size, block_bytes)
+    return Digests(block_bytes, b"".join(blocks), size, large, b"".join(digest_file(path, large)[1]) if large else b"")
 
 
 def into(file, offset, size, label="", place=None):

@@ -27,6 +27,7 @@ from ckptman.engine.loading.read_tensors import NOT_USABLE, fills_for_all, read_
 from ckptman.engine.state.modules import Trainable
 from ckptman.engine.state.optimizers import as_before_on_error
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError
+from ckptman.runtime.stopwatch import Stopwatch
 from ckptman.storage.format.manifest import read_manifest
 from ckptman.storage.format.paths import MANIFEST
 from ckptman.storage.integrity.folder_check import check_coverage, verify_folder
@@ -54,6 +55,7 @@ def load(
     verify: bool = True,
     others: OtherWeights | None = None,
     bring: Callable[[Collection[str]], None] | None = None,
+    watch: Stopwatch | None = None,
 ) -> Skipped:
     """Load a checkpoint into an application's state, in place. Every rank calls it.
 
@@ -65,6 +67,7 @@ def load(
         verify: check every block that is read.
         others: what to take of the checkpoint of another run.
         bring: `folder` has some of the data files only; called on every rank, it brings those that this one needs.
+        watch: what is told how long the parts take.
 
     Returns what was skipped.
 
@@ -72,6 +75,7 @@ def load(
     copied; CorruptError if a rank cannot read it, or reads other bytes than were saved: then what its text says is not
     usable.
     """
+    watch = watch or Stopwatch()
     saved = _read_on_all(channel, state, folder, others or OtherWeights(), is_whole=bring is None)
     trainables = {name: each for name, each in state.items() if isinstance(each, Trainable)}
     for name, each in trainables.items():
@@ -91,6 +95,7 @@ def load(
             for each in trainables.values():
                 before.enter_context(each.filled_or_as_before())
 
+        watch.ends("plan")
         if Part.TRAINABLES in fit.parts:  # the copies may be too much for the memory of one rank
             with _blamed_on_all(channel, folder, reads=False):
                 channel.agree("load()", keep)
@@ -100,8 +105,10 @@ def load(
                 continue
             names = fit.names(part)
             _fill(channel, saved, part, fit.tensors_of(names), folder, verify, together)
+            watch.ends("read")
             try:
                 channel.agree("load()", partial(fit.apply, names))
+                watch.ends("fill")
             except RankFailed as failed:  # an object refused its state: no older checkpoint would help
                 failed.raise_on_this_rank(NOT_USABLE if part is Part.IN_PLACE or not strict else "")
     return skipped

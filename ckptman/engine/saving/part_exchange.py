@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+from xxhash import xxh3_128_digest
 
 from ckptman.engine.comm.control_group import Channel
 from ckptman.engine.state.file_layout import view_of
 from ckptman.errors import CorruptError
 from ckptman.storage.format.manifest import Manifest
 from ckptman.storage.format.paths import blocks_name, data_name, new_nonce
-from ckptman.storage.io.checksums import BLOCK_BYTES, DIGEST_BYTES, digests_bytes
+from ckptman.storage.io.checksums import BLOCK_BYTES, DIGEST_BYTES, digest_bytes
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.writer_process import shared_memory
 
@@ -51,12 +51,12 @@ class _Parts:
         self.sizes = [record.bytes if record is not None else 0 for record in records]
 
     def digests_bytes(self, rank: int) -> int:
-        """Return how many bytes the digests of a part are."""
-        return digests_bytes(self.sizes[rank], BLOCK_BYTES)
+        """Return the size of the file of the digests of a part."""
+        return self._files[blocks_name(rank)].bytes if self.sizes[rank] else 0
 
     def are_digests(self, rank: int, digests: torch.Tensor) -> bool:
-        """Return whether these are the digests of a part's blocks."""
-        return not len(digests) or xxh3_128_hexdigest(view_of(digests)) == self._files[data_name(rank)].digest
+        """Return whether this is the file of the digests of a part."""
+        return not len(digests) or digest_bytes(view_of(digests)) == self._files[blocks_name(rank)].digest
 
 
 class PartExchange:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,6 +51,7 @@ from ckptman.engine.state.step_record import OptimizerHooks, updated_tensors
 from ckptman.errors import CommitError, ConfigError, RankLostError, warn_only
 from ckptman.policies.retention_rules import nonfinite_text
 from ckptman.runtime.journal import Journal
+from ckptman.runtime.stopwatch import Stopwatch
 from ckptman.runtime.watchdog import Watchdog
 from ckptman.storage.catalog.backends.run_store import RunStore
 from ckptman.storage.catalog.writer_lock import Claim
@@ -122,8 +122,10 @@ class Saver:
         """How many ranks this host has, this one included."""
         self._file: RankFile | None = None
         self._replicas: Replicas | None = None
-        self._is_compared = False
         """What the comparison found that the first save with this plan made."""
+        self._is_compared = False
+        self._has_memory = False
+        """Whether it is known of all ranks whether they have the memory for this plan."""
         self._number = 0
         self._warned: set[str] = set()
         self.failed = 0
@@ -183,8 +185,8 @@ class Saver:
         return Preflight(shot, failed, bool(lost), not is_other, met.told, table, digests)
 
     def plan(self, control: Channel, found: Preflight) -> None:
-        """Agree on who writes what, and take and warm the memory that the first save needs. Every rank calls it, over
-        `control`, while no save is running.
+        """Agree on who writes what, and begin to take and warm the memory that the first save needs. Every rank calls
+        it, over `control`, while no save is running.
 
         Raises: ConfigError, on every rank alike.
         """
@@ -198,7 +200,7 @@ class Saver:
             if refused := list(refused_tensors(file.special(snapshot))):
                 raise ConfigError("; ".join(refused))
             needs.mine = self._stager.needs(file) if self._stager is not None else (here, 0, 0)
-        self._file, self._replicas, self._is_compared = file, None, False
+        self._file, self._replicas, self._is_compared, self._has_memory = file, None, False, False
         self._neighbours = sum(host == here for host, _, _ in needs.all)
         if self._stager is None:
             return
@@ -212,10 +214,29 @@ class Saver:
                 self._stager.prepare(file, file.memory(snapshot))
                 self._stager.saves.start()  # now: a save that finds no thread would hold its slot for ever
         except RankFailed as failed:  # out of memory comes in many classes
-            self._block_from_now_on(
-                f"rank {failed.failure.rank} could not take memory for a private copy, or start a thread to write it: "
-                f"{failed.failure.text}"
-            )
+            self._cannot_stage(failed)
+
+    def _take_memory(self, control: Channel) -> None:
+        """See that every rank has the memory that `plan` asked for. Every rank calls it, over `control`."""
+        if self._has_memory or self._stager is None or not self._asynchronous:
+            return
+        self._has_memory = True
+        try:
+            with AllRanks[None](control):
+                self._stager.wait()
+        except RankFailed as failed:
+            self._cannot_stage(failed)
+
+    def _cannot_stage(self, failed: RankFailed) -> None:
+        self._block_from_now_on(
+            f"rank {failed.failure.rank} could not take memory for a private copy, or start a thread to write it: "
+            f"{failed.failure.text}"
+        )
+
+    def pin_some(self, seconds: float) -> None:
+        """Pin memory that saves copy into, for about so long, between two steps."""
+        if self._stager is not None:
+            self._stager.pin_some(seconds)
 
     def compare(self, control: Channel, state: Mapping[str, Any], snapshot: Snapshot) -> Replicas | None:
         """Compare what several ranks hold, which is saved once for all of them. Every rank calls it, over `control`,
@@ -234,6 +255,7 @@ class Saver:
         state: Mapping[str, Any],
         snapshot: Snapshot,
         info: SaveInfo,
+        watch: Stopwatch,
         *,
         to_disk: bool = True,
         memory: MemorySaves | None = None,
@@ -241,14 +263,16 @@ class Saver:
         """Stage and write. In the background, returns None as soon as the copy is made; `wait` gives the report.
 
         Args:
+            watch: runs since the call began; is told how long the parts of the save take.
             memory: where the same copy becomes a checkpoint in memory; `to_disk` False: there alone.
 
         Every rank calls it, after `plan` of a snapshot of this kind. Raises, on every rank alike: CommitError;
         ConfigError, where ranks differ in what one of them saves for all.
         """
-        begun = time.monotonic()
+        self._take_memory(control)
+        watch.ends("plan")
         if not to_disk:
-            self._save_to_memory(control, state, snapshot, info, memory, begun)
+            self._save_to_memory(control, state, snapshot, info, memory, watch)
             return None
         self._number += 1
         assert self._file is not None
@@ -260,16 +284,17 @@ class Saver:
             self._watchdog.beat("save", info.step)
         if self._stager is None or blocks:
             content, info = self._compared(control, state, snapshot, info, None)
+            watch.ends("stage")
             try:
-                return self._write(self._number, content, info, begun, None)
+                return self._write(self._number, content, info, watch, None)
             finally:
                 self.reported, self.failed = self._number, 0
         content, info = self._compared(control, state, snapshot, info, self._stager)
-        stall_seconds = time.monotonic() - begun
-        self._note("save_staged", step=info.step, seconds=stall_seconds)
+        watch.ends("stage")
+        self._note("save_staged", step=info.step, seconds=watch.seconds)
         if memory is not None:
-            memory.begin(content, info, begun, stall_seconds)
-        write = partial(self._write, self._number, content, info, begun, stall_seconds)
+            memory.begin(content, info, watch.begun, watch.seconds)
+        write = partial(self._write, self._number, content, info, watch, watch.seconds)
         try:
             self._running.append(self._stager.saves.submit(write))
         except RuntimeError:  # closed; after anything else the save may run, and the slot is its own
@@ -284,12 +309,13 @@ class Saver:
         snapshot: Snapshot,
         info: SaveInfo,
         memory: MemorySaves | None,
-        begun: float,
+        watch: Stopwatch,
     ) -> None:
         if memory is None or self._stager is None or not self._asynchronous or _is_leaving():
             return
         content, info = self._compared(control, state, snapshot, info, self._stager)
-        memory.begin(content, info, begun, time.monotonic() - begun)
+        watch.ends("stage")
+        memory.begin(content, info, watch.begun, watch.seconds)
         if isinstance(content, Content) and isinstance(content.tensors, Staged):
             content.tensors.slot.free = True  # but for the checkpoint that it becomes
 
@@ -340,9 +366,15 @@ class Saver:
         return content
 
     def _write(
-        self, number: int, content: Content | FailedStage, info: SaveInfo, begun: float, stall_seconds: float | None
+        self,
+        number: int,
+        content: Content | FailedStage,
+        info: SaveInfo,
+        watch: Stopwatch,
+        stall_seconds: float | None,
     ) -> SaveReport:
         """Write, gather, commit; in the background thread, or in the training thread where that waits."""
+        watch.ends("wait")
         try:
             committed = self._commit(content, info)
         except RankFailed as error:
@@ -354,11 +386,12 @@ class Saver:
         finally:
             self.retention.save_ended()
             _release(content)
-        seconds = time.monotonic() - begun
+        watch.ends("write")
+        seconds = watch.seconds
         report = SaveReport(info.step, seconds if stall_seconds is None else stall_seconds, seconds)
         try:
             facts = {"seconds": seconds, "stall_seconds": report.stall_seconds, "bytes": committed.size_bytes}
-            self._note("save_durable", sync=True, step=info.step, **facts, reason=info.reason)
+            self._note("save_durable", sync=True, step=info.step, **facts, reason=info.reason, parts=watch.parts)
             if committed.buffered_because is not None and "buffered" not in self._warned:
                 self._warned.add("buffered")
                 self._note("direct_io_unavailable", reason=committed.buffered_because)

@@ -1,8 +1,9 @@
 """Staging: a private copy in host memory, so that training may go on while the copy is written.
 
 A slot is the image of this rank's data file: what is copied into it lies where it will lie in the file, on pages, and
-goes to storage without another copy. Slots are reused, because fresh memory is several times slower than warm memory;
-a second one is made when a save comes while the first is still being written.
+goes to storage without another copy. Slots are reused, because fresh memory is several times slower than warm memory.
+The first is made behind the first steps, and a second one when a save comes while the first is still being written.
+Memory is pinned between steps, a piece at a time: nobody may do that while a graph is being captured.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import math
 import os
 import socket
 import threading
+import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
@@ -28,7 +31,7 @@ from ckptman.engine.state.accelerators import is_capturing, on_device, record, s
 from ckptman.engine.state.file_layout import Image, flat, put, view_of
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.storage.io.durable_files import DISK
-from ckptman.storage.io.threads import Task, Wakeup, Worker, aligned_memory
+from ckptman.storage.io.threads import ALIGN_BYTES, Task, Wakeup, Worker, aligned_memory
 from ckptman.storage.io.writer_process import shared_memory
 
 T = TypeVar("T")
@@ -38,6 +41,9 @@ RESERVE_BYTES = 512 * 1024 * 1024
 """Host memory that staging leaves to each rank: what a save takes besides, and some for the user's own program."""
 _PORTABLE = 1
 """`cudaHostRegisterPortable`: memory that is pinned for all devices."""
+_PIN_BYTES = 64 * 1024 * 1024
+"""The least that is pinned at a time."""
+_TOUCH_BYTES = 16 * 1024 * 1024
 
 
 class Slot:
@@ -61,8 +67,15 @@ class Slot:
             size = dtype.itemsize * math.prod(shape)
             target = self._bytes[place.payload : place.payload + size].view(dtype).view(shape)
             self._targets.append(target if size else torch.empty_like(target))
-        self.is_for_device = False
+        self._unpinned = deque(_pieces(file))
+        self._pinned: list[int] = []
+        """Addresses of the pieces that are."""
         self._unpin: Callable[[], object] = lambda: None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all is pinned that can be."""
+        return not self._unpinned
 
     def become(self, path: Path, image: Image) -> bool:
         """Be the file `path` from now on, as `image` says, if this is a file in memory; False: it is none.
@@ -93,22 +106,29 @@ class Slot:
         self.memory, self.fd = memoryview(b""), None
         self._bytes, self._targets = torch.empty(0, dtype=torch.uint8, device="cpu"), []
 
-    def pin(self, device: torch.device) -> None:
-        """Pin the memory, as far as that is to be had, so that copies from the device need not be waited for. It is
-        registered as it is: torch's own pinned memory is rounded up to a power of two."""
-        self.is_for_device = True
+    def pin(self, device: torch.device, seconds: float = math.inf) -> None:
+        """Pin the memory, as far as that is to be had, so that copies from the device need not be waited for: one piece
+        at least, and others for so long. It is registered as it is: torch's own pinned memory is rounded up to a power
+        of two."""
         module = torch.get_device_module(device)
         if not hasattr(module, "cudart") or not len(self._bytes):
+            self._unpinned.clear()
             return
-        runtime, address = module.cudart(), self._bytes.data_ptr()
+        runtime, address, until = module.cudart(), self._bytes.data_ptr(), time.monotonic() + seconds
+        if not self._pinned:
+            # It holds the memory, which is mapped until the device is told, also where nobody calls close().
+            self._unpin = weakref.finalize(self, _unregister, runtime, device, self._bytes, self._pinned, os.getpid())
+            self._unpin.atexit = False  # by then a thread may still copy into it, and the driver gives it up itself
         with on_device(device):
-            code = runtime.cudaHostRegister(address, len(self._bytes), _PORTABLE)
-        if int(code):
-            warn_unpinned(code)
-            return
-        # It holds the memory, which is mapped until the device is told, also where nobody calls close().
-        self._unpin = weakref.finalize(self, _unregister, runtime, device, self._bytes, os.getpid())
-        self._unpin.atexit = False  # by then a thread may still copy into it, and the driver gives it up itself
+            while self._unpinned:
+                low, high = self._unpinned.popleft()
+                if int(code := runtime.cudaHostRegister(address + low, high - low, _PORTABLE)):
+                    self._unpinned.clear()
+                    warn_unpinned(code)
+                    return
+                self._pinned.append(address + low)
+                if time.monotonic() >= until:
+                    return
 
 
 class Staged:
@@ -198,7 +218,7 @@ class Stager:
         """How many ranks this host has, this one included."""
         self._slots: list[Slot] = []
         self._making: Task[None] | None = None
-        """What makes the second slot, in a thread of its own."""
+        """What makes a slot, in a thread of its own."""
         self._freed = Wakeup()
         self._file: RankFile | None = None
         self._device: torch.device | None = None
@@ -219,13 +239,34 @@ class Stager:
         return sum(len(slot.memory) for slot in self._slots)
 
     def prepare(self, file: RankFile, memory: Sequence[torch.Tensor]) -> None:
-        """Make the first slot for a file, so that the first save finds it warm. Raises: MemoryError, RuntimeError."""
+        """Begin to make the first slot for a file, behind the training, so that the first save finds it warm.
+
+        Raises: RuntimeError (no thread).
+        """
         if self._file is not file:
             self.give_back()
             self._device = _device_of(memory)
-            kinds = [_kind(each) for each in memory]
-            self._slots.append(_begin(_slot_for, file, kinds, self._device, self.new_file()).result())
-            self._file = file  # last: with a file and no slot, a save would wait for one for ever
+            self._making = _begin(self._add_slot, file, [_kind(each) for each in memory])
+            self._file = file
+
+    def wait(self) -> None:
+        """Wait for the first slot. Raises: MemoryError, RuntimeError, OSError, as there is none."""
+        if self._making is not None and not self._slots:
+            try:
+                self._making.result()
+            except BaseException:
+                self._file = None  # with a file and no slot, a save would wait for one for ever
+                raise
+
+    def pin_some(self, seconds: float) -> None:
+        """Pin memory that is made, for about so long, between two steps."""
+        if self._device is None or is_capturing():
+            return
+        for slot in self._slots:
+            if slot.free and not slot.is_pinned:
+                with contextlib.suppress(RuntimeError):  # no thread: the save that needs it says so
+                    _begin(slot.pin, self._device, seconds).result()
+                return
 
     def give_back(self) -> None:
         """Give up all slots, when they are no longer needed."""
@@ -245,6 +286,7 @@ class Stager:
         that. `special` are tensors of classes of their own. Waits for a slot if all are being written.
         """
         self.prepare(file, memory)
+        self.wait()
         slot = self._free_slot(file, memory)
         slot.free = False
         staged = Staged(slot, self._freed, (*memory, *special))
@@ -280,15 +322,18 @@ class Stager:
         is_needed = all(not self._is_free(slot) for slot in self._reclaimed()) and len(self._slots) < self.slots
         if is_needed and not is_making and self._has_room(file):
             with contextlib.suppress(RuntimeError):  # no thread: then it waits for the first
-                self._making = _begin(self._add_slot, file, [_kind(each) for each in memory])
+                self._making = _begin(self._add_another, file, [_kind(each) for each in memory])
         self._freed.wait_for(lambda: any(self._is_free(slot) for slot in self._reclaimed()))
         slot, device = next(slot for slot in self._slots if self._is_free(slot)), _device_of(memory)
-        if device is not None and not slot.is_for_device:
+        if device is not None and not slot.is_pinned:
             # Here, where the training waits: it may be capturing a graph at any other time, and nobody may pin then.
             _begin(slot.pin, device).result()
         return slot
 
     def _add_slot(self, file: RankFile, kinds: Sequence[Kind]) -> None:
+        self._slots.append(Slot(file, kinds, self.new_file()))
+
+    def _add_another(self, file: RankFile, kinds: Sequence[Kind]) -> None:
         with contextlib.suppress(MemoryError, RuntimeError, OSError):  # then saves wait for the first
             slot = Slot(file, kinds, self.new_file())
             if self._file is file:  # not where a Ctrl-C left this one to itself
@@ -303,11 +348,9 @@ class Stager:
 
     def make_slots(self, count: int) -> None:
         """Have as many slots as that, now. Raises: MemoryError, RuntimeError, OSError."""
-        if self._making is not None:
-            self._making.wait()
+        self.wait()
         while self._slots and len(self._slots) < count and self._file is not None:
-            slot = _begin(_slot_for, self._file, self._slots[0].kinds, self._device, self.new_file()).result()
-            self._slots.append(slot)
+            _begin(self._add_slot, self._file, self._slots[0].kinds).result()
 
     def freed(self) -> None:
         """Let who waits for a slot look again: one is no longer kept."""
@@ -397,11 +440,15 @@ def refusal(needs: Sequence[tuple[str, int, int]]) -> str | None:
     return None
 
 
-def _slot_for(file: RankFile, kinds: Sequence[Kind], device: torch.device | None, path: Path | None) -> Slot:
-    slot = Slot(file, kinds, path)
-    if device is not None:
-        slot.pin(device)
-    return slot
+def _pieces(file: RankFile) -> Iterator[tuple[int, int]]:
+    """Yield the pieces of a slot that are pinned one after the other: pages, with whole tensors, as a copy must not
+    cross from one to the next."""
+    low = 0
+    for place in file.places:
+        if place.payload - low >= _PIN_BYTES and not place.payload % ALIGN_BYTES:
+            yield low, place.payload
+            low = place.payload
+    yield low, file.end
 
 
 def _kind(tensor: torch.Tensor) -> Kind:
@@ -436,10 +483,11 @@ def _begin(work: Callable[..., T], *arguments: object) -> Task[T]:
     return task
 
 
-def _unregister(runtime: Any, device: torch.device, memory: torch.Tensor, parent: int) -> None:
+def _unregister(runtime: Any, device: torch.device, _: torch.Tensor, addresses: Sequence[int], parent: int) -> None:
     if os.getpid() == parent:  # a fork has no device
         with on_device(device):
-            runtime.cudaHostUnregister(memory.data_ptr())
+            for address in addresses:
+                runtime.cudaHostUnregister(address)
 
 
 def _allocate(size: int, path: Path | None = None) -> tuple[torch.Tensor, int | None]:
@@ -453,7 +501,10 @@ def _allocate(size: int, path: Path | None = None) -> tuple[torch.Tensor, int | 
         memory, fd = _named_memory(size, path) or shared_memory(size)
     except OSError:  # not on every kernel
         memory = aligned_memory(size, shared=True)
-    return flat(memory).zero_(), fd
+    touched = flat(memory)
+    for low in range(0, size, _TOUCH_BYTES):  # by one thread, and in pieces: training goes on meanwhile
+        touched.numpy()[low : low + _TOUCH_BYTES] = 0
+    return touched, fd
 
 
 def _named_memory(size: int, path: Path | None) -> tuple[memoryview, int] | None:

@@ -233,8 +233,7 @@ class CheckpointWriter:
         if target.in_memory and isinstance(content.tensors, Staged) and content.tensors.slot.become(path, image):
             found = self._process.digest(path, shared, scan) if shared is not None else None
             if found is None:
-                blocks = write_all(InPlace(), image, computing_threads(io_threads()), scan)
-                found = Written.of(blocks, image.size_bytes, None)
+                found = Written.of(write_all(InPlace(), image, computing_threads(io_threads()), scan), None)
             return found
         written = self._process.write(path, shared, scan=scan) if shared is not None else None
         return written or write_source(path, image, look=scan)
@@ -282,7 +281,7 @@ def write_rank_files(
             blocks = written.digests.blocks
             result.files[data_name(rank)] = FileRecord(bytes=image.size_bytes, digest=written.digest)
             result.buffered_because = written.buffered_because
-            small[blocks_name(rank)] = blocks
+            small[blocks_name(rank)] = written.digests.to_bytes()
         if own_units:
             small[values_name(rank)] = values_json(own_units)
         result.files |= write_small(folder, small)

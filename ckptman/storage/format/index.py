@@ -19,7 +19,7 @@ from ckptman.errors import ConfigError, CorruptError, plain
 from ckptman.storage.format.chunk_table import ChunkTable, TensorRecord
 from ckptman.storage.format.manifest import FORMAT_VERSION, FileRecord, Manifest, parse_versioned
 from ckptman.storage.format.paths import CHUNKS, INDEX, digests_name, rank_of, values_name
-from ckptman.storage.io.checksums import Digests, digest_bytes, digest_file, digest_of_blocks, digests_bytes
+from ckptman.storage.io.checksums import Digests, digest_bytes, digest_file, digest_of_blocks
 from ckptman.storage.io.failure_cause import reading
 from ckptman.storage.io.safe_open import read_regular
 
@@ -133,15 +133,18 @@ def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
 
 
 def read_digests(folder: Path, file: str, manifest: Manifest) -> Digests:
-    """Read the digests of the blocks of a data file. Earlier versions wrote more behind them. Raises: CorruptError."""
+    """Read the digests of the blocks of a data file. Raises: CorruptError."""
     name = digests_name(file)
     if name is None or name not in manifest.files or file not in manifest.files:
         raise CorruptError(f"{folder}: {plain(file)} has no block digests; {_remedy(folder)}")
-    record, block = manifest.files[file], manifest.block_bytes
-    blocks = read_checked(folder, name, manifest)[: digests_bytes(record.bytes, block)]
-    if xxh3_128_hexdigest(blocks) != record.digest:
+    record, data = manifest.files[file], read_checked(folder, name, manifest)
+    try:
+        digests = Digests.from_bytes(data, manifest.block_bytes, record.bytes)
+    except CorruptError as error:
+        raise CorruptError(f"{folder / name}: {error}; {_remedy(folder)}") from error
+    if xxh3_128_hexdigest(digests.blocks) != record.digest:
         raise CorruptError(f"{folder}: {name} holds no digests of {plain(file)}; {_remedy(folder)}")
-    return Digests(block, blocks, record.bytes)
+    return digests
 
 
 def _record(folder: Path, name: str, manifest: Manifest) -> FileRecord:

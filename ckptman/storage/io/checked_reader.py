@@ -3,6 +3,9 @@
 Ranges are sorted into spans. What lies in the page cache is read from there straight to its place; a large span that
 does not is read by direct I/O through scratch memory, which on a fast disk takes half the time. With digests a span is
 made of whole blocks, and each of them is checked before `deliver` sees a byte of it and before the call returns.
+
+Each call of Python waits its turn for the interpreter, so there are few of them for each byte: in long spans, two for
+each large block.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from xxhash import xxh3_128, xxh3_128_digest
 
 from ckptman.errors import CorruptError
 from ckptman.storage.io.checksums import DIGEST_BYTES, Digests, digest_segments
@@ -29,6 +33,7 @@ from ckptman.storage.io.threads import (
     computing_threads,
     cores,
     io_threads,
+    preferred,
     relay,
     stride_of,
 )
@@ -39,7 +44,12 @@ GAP_BYTES = 64 * 1024
 _SMALL_BYTES = 8 * 1024
 """Where the parts of a span are smaller than this on average, copying them costs less than scattering them."""
 _CHECKED_BYTES = 512 * 1024
-"""What is read, checked and copied at a time where there are digests: all while it lies in the cache of the core."""
+"""What is read, checked and copied at a time where there are digests of small blocks alone: all while it lies in the
+cache of the core."""
+_WARM_STRIDE_BYTES = 64 * 1024 * 1024
+"""The longest span of what goes straight from the page cache to its place."""
+_SPANS_EACH = 4
+"""How many spans each thread is to have at least, so that all of them end at about the same time."""
 _LOOKS = 8
 """At how many places of a range it is seen whether all of it is in the page cache."""
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
@@ -85,7 +95,8 @@ def read_wanted(
         for each in chosen[file]:
             file.admit(each)
     try:
-        _read_chosen(chosen, threads or io_threads())
+        with preferred():
+            _read_chosen(chosen, threads or io_threads())
     finally:
         for file in chosen:
             file.reader.close()
@@ -93,12 +104,16 @@ def read_wanted(
 
 
 def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int) -> None:
-    cold = _begins_cold(chosen) if threads > 1 else None
+    cold = _begins_cold(chosen)
     if cold is False:  # nothing is waited for: more threads than cores would only take turns
         threads = min(threads, max(2, cores()))
+    most_bytes = COLD_STRIDE_BYTES if cold and threads > 1 else STRIDE_BYTES
+    if cold is False and all(file.is_straight for file in chosen):
+        each_bytes = sum(file.wanted_bytes for file in chosen) // (_SPANS_EACH * threads)
+        most_bytes = min(max(each_bytes // STRIDE_BYTES, 1) * STRIDE_BYTES, _WARM_STRIDE_BYTES)
     spans: list[tuple[_File, Span]] = []
     for file, ranges in chosen.items():
-        stride = stride_of(file.block_bytes, COLD_STRIDE_BYTES if cold else STRIDE_BYTES)
+        stride = stride_of(file.step_bytes, most_bytes)
         planned = plan(ranges, file.block_bytes, file.size_bytes, GAP_BYTES, stride)
         file.spans_left = len(planned)
         spans += [(file, span) for span in planned]
@@ -117,8 +132,8 @@ def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int) -> None
         len(spans),
         fetch,
         finish,
-        first_threads=threads - 1 if cold else threads,
-        then_threads=computing_threads(threads) if cold else 0,
+        first_threads=threads - 1 if cold and threads > 1 else threads,
+        then_threads=computing_threads(threads) if cold and threads > 1 else 0,
         scratch_bytes=scratch_bytes,
     )
 
@@ -162,7 +177,8 @@ class Span:
 def plan(wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int, stride: int) -> list[Span]:
     """Return the spans of the ranges of one file, sorted by offset. Edges lie on blocks where there are digests.
 
-    A span has at most `stride` bytes, whole blocks, as far as no range has to be in one piece.
+    A span has at most `stride` bytes, whole blocks, as far as no range has to be in one piece: it ends at a multiple of
+    that, so that large blocks are not cut.
     """
     spans: list[Span] = []
     lows: list[int] = []
@@ -170,7 +186,7 @@ def plan(wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int,
 
     def begin(start: int) -> Span:
         low = start - start % block
-        span = Span(low, low + stride)
+        span = Span(low, low - low % stride + stride)
         spans.append(span)
         lows.append(low)
         return span
@@ -240,6 +256,11 @@ class _File:
         self.reader = FileReader(path, follow=digests is None)
         self.block_bytes = 1 if digests is None else digests.block_bytes
         self.size_bytes = 1 << 62 if digests is None else digests.size_bytes
+        self.step_bytes = 1
+        """What is read and checked at a time; 1: all that is at hand."""
+        if digests is not None:
+            self.step_bytes = digests.large_block_bytes or stride_of(digests.block_bytes, _CHECKED_BYTES)
+        self.is_straight, self.wanted_bytes = True, 0
         self.spans_left = self.read_bytes = 0
         self._lock = threading.Lock()
 
@@ -251,6 +272,8 @@ class _File:
             raise ValueError(f"{each.bytes} bytes of {each.file} need one destination, of that many bytes")
         if each.offset + each.bytes > self.size_bytes:
             raise self._flaw(f"has {self.size_bytes} bytes and is to give {each.offset} + {each.bytes} bytes", [each])
+        self.is_straight &= each.into is not None
+        self.wanted_bytes += each.bytes
 
     def is_cold(self, span: Span) -> bool | None:
         """Return whether a large span begins with what is not in the page cache; None where that cannot be told."""
@@ -271,17 +294,22 @@ class _File:
         else:
             scratch = scratch[: span.bytes]
             segments, copies = lay_out(span, scratch)
-        self._open(span)
-        offset = span.low
-        step = span.bytes if self._digests is None else stride_of(self.block_bytes, _CHECKED_BYTES)
-        ready = _by_batch(copies, span.low, step)
-        for number, (batch, size) in enumerate(_batches(segments, step)):
+        fd, offset = self._open(span), span.low
+        step = span.bytes if self._digests is None else self.step_bytes
+        inside = offset % step if self._digests is not None else 0
+        in_runs = not copies and self._digests is not None and self._digests.large_block_bytes > 0
+        ready = _by_batch(copies, offset - inside, step)
+        for number, (batch, size) in enumerate(_batches(segments, step, step - inside, in_runs=in_runs)):
             there = min(done, size)
             done -= there
+            if not there and size > step:
+                self._read_run(span, fd, offset, batch[0], size)
+                offset += size
+                continue
             if there < size:
                 self._read_batch(span, offset + there, after(batch, there), size - there)
             if self._digests is not None:
-                self._check(span, offset, batch)
+                self._check(span, offset, batch, size)
             for start, stop, each in ready.get(number, ()):  # now, while it lies in the cache of the core
                 piece = scratch[start - span.low : stop - span.low]
                 if each.into is not None:
@@ -296,9 +324,9 @@ class _File:
         if last:
             self.reader.close()
 
-    def _open(self, span: Span) -> None:
+    def _open(self, span: Span) -> int:
         try:
-            self.reader.open()
+            fd = self.reader.open()
         except CorruptError:
             raise self._flaw("is not a regular file", span.wanted()) from None
         except OSError as error:
@@ -311,6 +339,26 @@ class _File:
         if self._digests is not None and found != self.size_bytes:
             what = f"has {found} bytes instead of {self.size_bytes}: it has changed since it was saved"
             raise self._flaw(what, span.wanted())
+        return fd
+
+    def _read_run(self, span: Span, fd: int, offset: int, segment: memoryview, size: int) -> None:
+        """Read and check several steps that go to one place, with no more calls than that takes."""
+        assert self._digests is not None
+        step, large = self.step_bytes, self._digests.large
+        at = offset // step * DIGEST_BYTES
+        for low in range(0, size, step):
+            piece = segment[low : low + step]
+            try:
+                is_right = (
+                    os.preadv(fd, (piece,), offset + low) == step
+                    and xxh3_128_digest(piece) == large[at : at + DIGEST_BYTES]
+                )
+            except OSError:
+                is_right = False
+            if not is_right:  # a short read, or blocks of one size only; else this says what is wrong
+                self._read_batch(span, offset + low, [piece], step)
+                self._check(span, offset + low, [piece], step)
+            at += DIGEST_BYTES
 
     def _read_batch(self, span: Span, offset: int, batch: list[memoryview], size: int) -> None:
         try:
@@ -325,8 +373,15 @@ class _File:
             what = f"has only {found} bytes and ends before {self._where(low, high)} does"
             raise self._flaw(what, span.wanted(low, high))
 
-    def _check(self, span: Span, offset: int, segments: Sequence[memoryview]) -> None:
+    def _check(self, span: Span, offset: int, segments: Sequence[memoryview], size: int) -> None:
         assert self._digests is not None
+        large = self._digests.large_block_bytes
+        if large and not offset % large and size == min(large, self.size_bytes - offset):
+            at, digester = offset // large * DIGEST_BYTES, xxh3_128()
+            for segment in segments:
+                digester.update(segment)
+            if digester.digest() == self._digests.large[at : at + DIGEST_BYTES]:
+                return
         found = b"".join(digest_segments(segments, self.block_bytes))
         at = offset // self.block_bytes * DIGEST_BYTES
         if found == self._digests.blocks[at : at + len(found)]:
@@ -354,22 +409,26 @@ class _File:
         return CorruptError(f"{self._path} {what}{of}; {remedy}")
 
 
-def _batches(segments: list[memoryview], step: int) -> Iterator[tuple[list[memoryview], int]]:
-    """Cut segments into batches of `step` bytes in all; the last may be shorter."""
+def _batches(
+    segments: list[memoryview], step: int, first: int, *, in_runs: bool
+) -> Iterator[tuple[list[memoryview], int]]:
+    """Cut segments into batches of `step` bytes in all, the first of `first`; the last may be shorter. `in_runs`: steps
+    that lie in one segment are one batch."""
     batch: list[memoryview] = []
-    room = step
+    size, room = 0, first
     for segment in segments:
-        while len(segment) > room:
-            batch.append(segment[:room])
-            yield batch, step
-            segment, batch, room = segment[room:], [], step
-        batch.append(segment)
-        room -= len(segment)
-        if not room:
-            yield batch, step
-            batch, room = [], step
+        at, end = 0, len(segment)
+        while at < end:
+            most = (end - at) // step * step if in_runs and not batch and room == step else 0
+            part = segment[at : at + (most or room)]
+            count = most or min(room, end - at)
+            batch.append(part)
+            at, size, room = at + count, size + count, room - count
+            if room <= 0:
+                yield batch, size
+                batch, size, room = [], 0, step
     if batch:
-        yield batch, step - room
+        yield batch, size
 
 
 def _by_batch(parts: Iterable[Part], low: int, step: int) -> dict[int, list[Part]]:

@@ -2,6 +2,10 @@
 
 A file is cut into blocks of `BLOCK_BYTES`; each has an xxh3-128 digest (Collet, https://xxhash.com). The digest of the
 file is the xxh3-128 of its block digests one after the other. xxh3 finds accidents, not forgers.
+
+A large data file has digests of large blocks besides. Each digest is a call that waits its turn for the interpreter, so
+that many threads which check small blocks are slower than few. A slice is checked by small blocks, and whatever covers
+a large one by that: 32 times fewer calls, and no byte more is read.
 """
 
 from __future__ import annotations
@@ -13,22 +17,58 @@ from pathlib import Path
 
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
+from ckptman.errors import CorruptError
 from ckptman.storage.io.safe_open import open_regular
 
 BLOCK_BYTES = 128 * 1024
 """Small, because a rank that reads a slice reads whole blocks at both ends of it; and large enough for xxhash to digest
 one without the interpreter's lock, so that neither training nor other threads wait for it."""
+LARGE_BLOCK_BYTES = 4 * 1024 * 1024
+"""What is read and checked at a time: no more, so that it is still in the cache of the core when it is digested."""
 DIGEST_BYTES = 16
+_LARGE = b"large\0\0\0"
+_MOST_LARGE_BYTES = 2**30
 _READ_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Digests:
-    """The digests of the blocks of one file, 16 bytes each, and the size of that file."""
+    """The digests of the blocks of one file, 16 bytes each, and the size of that file.
+
+    `large`: those of its large blocks, of `large_block_bytes` each; there are none where that is 0.
+    """
 
     block_bytes: int
     blocks: bytes
     size_bytes: int
+    large_block_bytes: int = 0
+    large: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        """Return what is saved of them: those of the blocks, then a head and those of the large blocks."""
+        if not self.large_block_bytes:
+            return self.blocks
+        return self.blocks + _LARGE + self.large_block_bytes.to_bytes(8, "little") + self.large
+
+    @classmethod
+    def from_bytes(cls, data: bytes, block_bytes: int, size_bytes: int) -> Digests:
+        """Return what `to_bytes` gave; other bytes behind the digests of the blocks are left alone.
+
+        Raises: CorruptError (what is there of large blocks cannot be).
+        """
+        end = digests_bytes(size_bytes, block_bytes)
+        blocks, head, large = data[:end], data[end : end + DIGEST_BYTES], data[end + DIGEST_BYTES :]
+        if not head.startswith(_LARGE) or len(head) < DIGEST_BYTES:
+            return cls(block_bytes, blocks, size_bytes)
+        size = int.from_bytes(head[len(_LARGE) :], "little")
+        if not 0 < size <= _MOST_LARGE_BYTES or size % block_bytes or len(large) != digests_bytes(size_bytes, size):
+            raise CorruptError(f"{size_bytes} bytes in blocks of {block_bytes} have no large blocks of {size} bytes")
+        return cls(block_bytes, blocks, size_bytes, size, large)
+
+
+def large_block_bytes(size_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """Return the size of the large blocks of a file; 0: it needs none."""
+    return LARGE_BLOCK_BYTES if size_bytes > LARGE_BLOCK_BYTES and not LARGE_BLOCK_BYTES % block_bytes else 0
 
 
 def digests_bytes(size_bytes: int, block_bytes: int) -> int:
@@ -94,7 +134,7 @@ def digest_of_blocks(blocks: Sequence[bytes]) -> str:
     return xxh3_128_hexdigest(b"".join(blocks))
 
 
-def digest_bytes(data: bytes, block_bytes: int = BLOCK_BYTES) -> str:
+def digest_bytes(data: bytes | memoryview, block_bytes: int = BLOCK_BYTES) -> str:
     """Return the digest of a file that holds `data`."""
     digester = BlockDigester(block_bytes)
     digester.update(data)

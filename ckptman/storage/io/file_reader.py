@@ -76,13 +76,14 @@ class FileReader:
 
         Raises: OSError.
         """
-        fd, filled = self.open(), 0
-        while segments:
+        fd, filled, wanted = self.open(), 0, sum(map(len, segments))
+        while filled < wanted:
             count = os.preadv(fd, segments[:_IOV_MAX], offset + filled)
             if not count:
                 break
             filled += count
-            segments = after(segments, count)
+            if filled < wanted:
+                segments = after(segments, count)
         return filled
 
     def read_direct(self, offset: int, size: int, scratch: memoryview) -> int:

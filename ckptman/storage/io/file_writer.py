@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from ckptman.storage.io.checksums import BLOCK_BYTES, DIGEST_BYTES, Digests, digests_bytes
+from ckptman.storage.io.checksums import BLOCK_BYTES, DIGEST_BYTES, Digests, digests_bytes, large_block_bytes
 from ckptman.storage.io.durable_files import DISK, named, open_new
 from ckptman.storage.io.threads import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, stride_of
 
@@ -53,9 +53,9 @@ class Written:
     buffered_because: str | None
 
     @classmethod
-    def of(cls, blocks: bytes, size_bytes: int, buffered_because: str | None) -> Written:
+    def of(cls, digests: Digests, buffered_because: str | None) -> Written:
         """Return what is known of a file from the digests of its blocks."""
-        return cls(Digests(BLOCK_BYTES, blocks, size_bytes), xxh3_128_hexdigest(blocks), buffered_because)
+        return cls(digests, xxh3_128_hexdigest(digests.blocks), buffered_because)
 
 
 def write_source(
@@ -73,8 +73,8 @@ def write_source(
     remove.
     """
     with FileWriter(path, source.size_bytes, flags=os.O_EXCL) as file:
-        blocks = write_all(file, source, threads or io_threads(), look)
-    return Written.of(blocks, source.size_bytes, file.buffered_because)
+        digests = write_all(file, source, threads or io_threads(), look)
+    return Written.of(digests, file.buffered_because)
 
 
 class Sink(Protocol):
@@ -112,24 +112,27 @@ def write_all(
     block_bytes: int = BLOCK_BYTES,
     piece_bytes: int = STRIDE_BYTES,
     on_error: Callable[[], None] = lambda: None,
-) -> bytes:
+) -> Digests:
     """Fill a file from its source and flush it to storage. Return the digests of its blocks. Raises: as
     `write_source`.
 
     `piece_bytes`: at most so much at a time. `on_error`: as of `relay`.
     """
     size, stride = source.size_bytes, stride_of(block_bytes, piece_bytes)
-    blocks = bytearray(digests_bytes(size, block_bytes))
+    blocks, large = bytearray(digests_bytes(size, block_bytes)), large_block_bytes(size, block_bytes)
+    large = large if large and not stride % large else 0
+    large_blocks = bytearray(digests_bytes(size, large) if large else 0)
 
     def prepare(number: int, scratch: memoryview) -> memoryview:
         offset = number * stride
         scratch = scratch[: min(stride, size - offset)]
         data = _flat(source.view(offset, scratch), len(scratch))
-        data, digests = _digest(data, scratch, file.is_direct, block_bytes)
+        data = _digest(data, scratch, file.is_direct, block_bytes, into=blocks, at=offset)
+        for low in range(0, len(data), large) if large else ():  # while it is in the cache of the core
+            at = (offset + low) // large * DIGEST_BYTES
+            large_blocks[at : at + DIGEST_BYTES] = xxh3_128_digest(data[low : low + large])
         if look is not None:
             look(offset, data)
-        at = offset // block_bytes * DIGEST_BYTES
-        blocks[at : at + len(digests)] = digests
         return data
 
     def write(number: int, scratch: memoryview, data: memoryview) -> None:
@@ -146,7 +149,7 @@ def write_all(
         on_error=on_error,
     )
     file.flush()
-    return bytes(blocks)
+    return Digests(block_bytes, bytes(blocks), size, large, bytes(large_blocks))
 
 
 class FileWriter:
@@ -247,17 +250,21 @@ class FileWriter:
         self.buffered_because = self.buffered_because or why
 
 
-def _digest(data: memoryview, scratch: memoryview, direct: bool, block_bytes: int) -> tuple[memoryview, bytes]:
-    """The data where a write can take it from, and the digests of its blocks."""
+def _digest(
+    data: memoryview, scratch: memoryview, direct: bool, block_bytes: int, *, into: bytearray, at: int
+) -> memoryview:
+    """Return the data where a write can take it from, and put the digests of its blocks into those of the file, in
+    which it begins at `at`."""
     array, aligned = np.frombuffer(data, np.uint8), np.frombuffer(scratch, np.uint8)
     copied = direct and array.ctypes.data % ALIGN_BYTES != 0
-    found, digests = scratch if copied else data, []
+    found, place = scratch if copied else data, at // block_bytes * DIGEST_BYTES
     for low in range(0, len(data), block_bytes):
         high = min(low + block_bytes, len(data))
         if copied:  # block by block: each is digested while it is in the cache of the core
             np.copyto(aligned[low:high], array[low:high])
-        digests.append(xxh3_128_digest(found[low:high]))
-    return found, b"".join(digests)
+        into[place : place + DIGEST_BYTES] = xxh3_128_digest(found[low:high])
+        place += DIGEST_BYTES
+    return found
 
 
 def _flat(view: memoryview, size: int) -> memoryview:

@@ -13,10 +13,11 @@ import ctypes
 import itertools
 import mmap
 import os
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar, cast
@@ -69,6 +70,31 @@ def cores() -> int:
 def computing_threads(threads: int) -> int:
     """Return how many of so many threads may compute at the same time: one for every two cores."""
     return min(threads, max(1, cores() // 2))
+
+
+_PREFERRED_SECONDS = 0.0002
+_preferring: list[float] = []
+"""The switch interval of before, once for each block of `preferred` that is under way."""
+_preferring_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def preferred() -> Iterator[None]:
+    """Have threads that compute in Python give way to others within 0.2 ms instead of 5.
+
+    A load takes the interpreter for a few microseconds a thousand times. If a thread of the program computes meanwhile,
+    such as one that fetches data, it would wait 5 ms each time: a hundred times as long as it takes alone.
+    """
+    with _preferring_lock:
+        _preferring.append(_preferring[0] if _preferring else sys.getswitchinterval())
+        sys.setswitchinterval(min(_PREFERRED_SECONDS, _preferring[0]))
+    try:
+        yield
+    finally:
+        with _preferring_lock:
+            before = _preferring.pop()
+            if not _preferring:
+                sys.setswitchinterval(before)
 
 
 def stride_of(block_bytes: int, most_bytes: int = STRIDE_BYTES) -> int:

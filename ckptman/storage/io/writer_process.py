@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import ckptman
 from ckptman.errors import CorruptError, warn_only
-from ckptman.storage.io.checksums import BLOCK_BYTES, digests_bytes
+from ckptman.storage.io.checksums import BLOCK_BYTES, Digests, digests_bytes
 from ckptman.storage.io.durable_files import DISK
 from ckptman.storage.io.file_reader import drop_from_cache, read_to_cache
 from ckptman.storage.io.file_writer import FileWriter, FiniteScan, InPlace, Written, write_all
@@ -114,8 +114,7 @@ class WriterProcess:
             if answer is None:
                 DISK.remove_file(path)
                 return None
-        blocks, buffered_because = answer
-        return Written.of(blocks, source.size_bytes, buffered_because)
+        return Written.of(*answer)
 
     def digest(self, path: Path, source: Shared, scan: FiniteScan | None = None) -> Written | None:
         """Digest a file in memory that `source` is, shown to `scan` meanwhile; nothing is written.
@@ -125,11 +124,11 @@ class WriterProcess:
         if self.given_up or source.size_bytes < LEAST_BYTES:
             return None
         answer = self._answer(None, path, source, scan)
-        return Written.of(answer[0], source.size_bytes, None) if answer is not None else None
+        return Written.of(*answer) if answer is not None else None
 
     def _answer(
         self, file: FileWriter | None, path: Path, source: Shared, scan: FiniteScan | None
-    ) -> tuple[bytes, str | None] | None:
+    ) -> tuple[Digests, str | None] | None:
         """Have a file written, or only digested where there is none. None: there is no process, from now on."""
         try:
             answer = self._ask(file, path, source, scan)
@@ -145,12 +144,12 @@ class WriterProcess:
             return None
         if isinstance(answer, BaseException):
             raise answer
-        blocks, buffered_because, found = answer
-        if len(blocks) != digests_bytes(source.size_bytes, BLOCK_BYTES):
+        digests, buffered_because, found = answer
+        if len(digests.blocks) != digests_bytes(source.size_bytes, BLOCK_BYTES):
             raise OSError(errno.EIO, "the process that writes is of another version of ckptman", str(path))
         if scan is not None:
             scan.found |= found
-        return blocks, buffered_because
+        return digests, buffered_because
 
     def keep_cached(self, path: Path) -> None:
         """Have a file read into the page cache from now on, until the next one is to be written. The one that was named
@@ -230,16 +229,16 @@ def main(fd: int) -> None:
 
 def _serve(
     pipe: Connection, path: Path, source: Shared, buffered_because: str | None, scan: FiniteScan | None, writes: bool
-) -> tuple[bytes, str | None, set[str]] | Exception:
+) -> tuple[Digests, str | None, set[str]] | Exception:
     memory, target = recv_handle(pipe), recv_handle(pipe) if writes else -1
     try:
         if not writes:
-            blocks = write_all(InPlace(), source._replace(fd=memory), computing_threads(io_threads()), scan)
-            return blocks, None, set() if scan is None else scan.found
+            digests = write_all(InPlace(), source._replace(fd=memory), computing_threads(io_threads()), scan)
+            return digests, None, set() if scan is None else scan.found
         with FileWriter(path, 0, buffered_because=buffered_because, fd=target) as file:
             threads = io_threads() if file.is_direct else computing_threads(io_threads())
-            blocks = write_all(file, source._replace(fd=memory), threads, scan)
-            return blocks, file.buffered_because, set() if scan is None else scan.found
+            digests = write_all(file, source._replace(fd=memory), threads, scan)
+            return digests, file.buffered_because, set() if scan is None else scan.found
     except Exception as error:  # noqa: BLE001 raised again by who asked
         return error
     finally:

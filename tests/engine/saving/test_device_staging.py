@@ -44,7 +44,10 @@ def _no_buffers_of_before(monkeypatch):
 
 def slot_for(file, memory):
     """A slot that is pinned, as the first one of a file."""
-    return staging._slot_for(file, [staging._kind(each) for each in memory], staging._device_of(memory), None)
+    slot, device = Slot(file, [staging._kind(each) for each in memory]), staging._device_of(memory)
+    if device is not None:
+        slot.pin(device)
+    return slot
 
 
 class Three:
@@ -111,6 +114,7 @@ def test_a_tensor_made_of_others_is_copied_to_the_host_with_the_rest(device, sta
     three = Three(device)
     parts = device.tensor(torch.full((5,), 1.0)), device.tensor(torch.full((5,), 2.0))
     stager.prepare(three.file, three.memory)
+    stager.wait()
     with device.main.held():
         parts[0].fill_(7.0)
         staged = stager.stage(three.file, three.memory, {three.number("b")}, [TwoTensor(*parts)])
@@ -199,6 +203,7 @@ def test_a_slot_is_not_free_while_a_device_still_copies_for_a_save_that_failed(
     three = Three(device)
     stager._streams[ZERO] = device.Stream(ZERO)
     stager.prepare(three.file, three.memory)
+    stager.wait()
     failing_put(monkeypatch, at)
 
     def fail():
@@ -218,6 +223,7 @@ def test_a_slot_is_not_free_while_a_device_still_copies_for_a_save_that_failed(
 def test_a_device_that_fails_in_the_middle_of_a_copy_fails_the_save(device, stager, overlap):
     three = Three(device)
     stager.prepare(three.file, three.memory)
+    stager.wait()
 
     def fail():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -323,8 +329,59 @@ def test_saves_that_block_need_no_pinned_memory(device, tmp_path):
         assert differing_values(saved_and_loaded(device, tmp_path, values), values) == []
 
 
-def test_slots_that_are_made_ahead_are_pinned_then(device, stager):
-    three = Three(device)
-    stager.prepare(three.file, three.memory)
+def test_memory_is_pinned_between_steps_a_piece_at_a_time(device, stager, monkeypatch):
+    monkeypatch.setattr(staging, "_PIN_BYTES", 1)
+    file, memory = file_of({"x": {name: torch.ones(400_000) for name in "abc"} | {"small": torch.ones(3)}})
+    on_device = [device.tensor(each) for each in memory]
+    stager.prepare(file, on_device)
     stager.make_slots(2)
-    assert [slot.is_for_device for slot in stager._slots] == [True, True], "the second save would wait for it"
+    assert device.runtime.registered == {}, "restore() returns before anything is pinned"
+    with device.capture():
+        stager.pin_some(1)
+        assert device.runtime.registered == {}, "nobody may pin while a graph is captured"
+    pieces = 0
+    while not all(slot.is_pinned for slot in stager._slots):
+        stager.pin_some(0)
+        pieces += 1
+        assert len(device.runtime.registered) == pieces
+    assert pieces == 2 * (1 + 3), "what comes before the first, and each tensor"
+    assert sum(device.runtime.registered.values()) == 2 * file.end
+    for slot in stager._slots:
+        starts = {address - slot._bytes.data_ptr() for address in device.runtime.registered}
+        for place in file.places:
+            inside = range(place.offset + 1, place.offset + place.bytes)
+            assert not [low for low in starts if low in inside and low != place.payload], "a copy would cross pieces"
+    stager.pin_some(0)
+    assert len(device.runtime.registered) == pieces
+    staged = stager.stage(file, on_device)
+    assert differing(staged, file, memory) == []
+    staged.release()
+    stager.close()
+    assert device.runtime.registered == {}
+
+
+def test_a_save_that_comes_early_pins_what_is_left(device, stager, monkeypatch):
+    monkeypatch.setattr(staging, "_PIN_BYTES", 1)
+    file, memory = file_of({"x": {name: torch.ones(400_000) for name in "abc"}})
+    on_device = [device.tensor(each) for each in memory]
+    stager.prepare(file, on_device)
+    staged = stager.stage(file, on_device)
+    assert sum(device.runtime.registered.values()) == file.end
+    assert differing(staged, file, memory) == []
+
+
+def test_pieces_that_are_refused_leave_the_others_as_they_are(device, stager, monkeypatch):
+    monkeypatch.setattr(staging, "_PIN_BYTES", 1)
+    file, memory = file_of({"x": {name: torch.ones(400_000) for name in "abc"}})
+    on_device = [device.tensor(each) for each in memory]
+    stager.prepare(file, on_device)
+    stager.wait()
+    stager.pin_some(0)
+    device.runtime.fails = True
+    with pytest.warns(RuntimeWarning, match="cannot be pinned"):
+        staged = stager.stage(file, on_device)
+    assert len(device.runtime.registered) == 1
+    assert differing(staged, file, memory) == []
+    staged.release()
+    stager.close()
+    assert device.runtime.registered == {}

@@ -103,6 +103,7 @@ def test_a_slot_that_is_free_is_used_again_and_filled_anew():
     asked = []
     with stager_of(lambda size: not asked.append(size)) as stager:
         stager.prepare(file, memory)
+        stager.wait()
         slots = set()
         for step in range(1, 5):
             tensor.fill_(step)
@@ -200,6 +201,7 @@ def test_another_file_takes_the_place_of_the_slots():
             first.release()
             assert not done.wait(0.2), "the second is still being written"
             second.release()
+        stager.wait()
         assert stager.held_bytes == other.end
         assert differing(stager.stage(other, others), other, others) == []
 
@@ -298,6 +300,7 @@ def test_a_slot_is_not_free_while_what_was_to_be_copied_later_is_copied(monkeypa
 
     with stager_of(lambda size: False) as stager:
         stager.prepare(file, memory)
+        stager.wait()
         monkeypatch.setattr(Slot, "copy", copy)
         with behind(fail) as done:
             assert not done.wait(0.1)

@@ -78,8 +78,8 @@ def test_a_file_holds_the_bytes_of_its_source(folder, threads, own):
             written = write_source(path, Bytes(data, own, shift), threads=threads)
             assert path.read_bytes() == data
             _, blocks = digest_file(path, BLOCK)
-            digests = Digests(BLOCK, b"".join(blocks), size)
-            assert written == Written(digests, digest_of_blocks(blocks), written.buffered_because)
+            assert written == Written(digests_of(path), digest_of_blocks(blocks), written.buffered_because)
+            assert Digests.from_bytes(written.digests.to_bytes(), BLOCK, size) == written.digests
 
 
 def test_direct_io_is_used_where_the_file_system_takes_it(tmp_path, monkeypatch):
