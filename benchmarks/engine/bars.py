@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.engine import wide
 from benchmarks.engine.contestants import CKPTMAN, CKPTMAN_IN_DCP, DCP, DCP_BEST, DEVICE_ALONE, KEPT_WARM
 from benchmarks.engine.gpu import LOOPS as GPU_LOOPS
 from benchmarks.engine.gpu import MEMORY, OVERLAP, OVERLAP_CALL
@@ -52,7 +53,7 @@ class Bar:
 def bars(sections: Mapping[str, Section], planned: list[Planned] | None) -> list[Bar]:
     """All of them, in the order of the table in the docs."""
     found = [*_moves(sections), *_after_save(sections), *_stalls(sections), *_bytes(sections), *_memory(sections)]
-    return [*found, *_planning(planned), *_gpu(sections)]
+    return [*found, *_planning(planned), *_wide(sections), *_gpu(sections)]
 
 
 def _moves(sections: Mapping[str, Section]) -> Iterator[Bar]:
@@ -116,6 +117,30 @@ def _memory(sections: Mapping[str, Section]) -> Iterator[Bar]:
             if len(samples) == 2:
                 growth = samples[1] - samples[0]
                 yield Bar(f"the same, growth with a state 4 x as large: {what}", [growth], FLAT_MIB, unit="MiB")
+
+
+def _wide(sections: Mapping[str, Section]) -> Iterator[Bar]:
+    for key, what, of_raw in (
+        ("wide_load", "load from memory", 0.7),
+        ("wide_load_gpu", "load from memory onto the GPU", 0.5),
+        ("wide_save", "save to /dev/shm until durable", 0.6),
+    ):
+        if (section := sections.get(key)) is not None:
+            for threads in map(wide.told, (1, 2, 4, 8, 16)):
+                rows = f"{RAW}buffered, {threads}", f"{CKPTMAN}, {threads}"
+                own = next((row for row in section.rows if row in (rows[1], f"{rows[1]}, {wide.LARGE}")), None)
+                if own is not None:
+                    bound = of_raw if threads == wide.told(16) else None
+                    yield Bar(f"{what}: speed over raw, {threads}", section.ratios(rows[0], own), bound, at_least=True)
+    if (section := sections.get("wide_beside")) is not None:
+        for name, bound in ((CKPTMAN, 3.0), (DCP, None)):
+            slower = section.ratios(f"{name}, {wide.BESIDE}", f"{name}, {wide.ALONE}")
+            yield Bar(f"load beside a busy Python thread, over the same alone: {name}", slower, bound)
+    if (section := sections.get("wide_calls")) is not None:
+        yield Bar("calls of Python for each GiB loaded", section.rows[wide.OF_EACH_GIB], 2000.0, unit="calls")
+    if (section := sections.get("wide_restart")) is not None:
+        yield Bar("restore in a new process right after a save, over plain DCP", section.ratios(CKPTMAN, DCP), 1.0)
+        yield Bar("restore() beyond its load", section.rows.get(wide.BEYOND, []), 0.1, unit="s")
 
 
 def _planning(planned: list[Planned] | None) -> Iterator[Bar]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks import planning
-from benchmarks.engine import gpu, load, memory, save, stall, steps, traffic
+from benchmarks.engine import gpu, load, memory, save, stall, steps, traffic, wide
 from benchmarks.engine.bars import Bar, bars
 from benchmarks.engine.chart import draw
 from benchmarks.engine.facts import facts
@@ -38,6 +38,7 @@ PARTS: dict[str, list[Measure]] = {
     "bytes": [traffic.measure],
     "memory": [memory.measure],
     "planning": [],
+    "wide": [*wide.PARTS],
     "gpu": gpu.PARTS,
 }
 

@@ -45,6 +45,7 @@ from ckptman.storage.format.value_codec import TensorRef, decode, leaves_in, pat
 from ckptman.storage.io.checked_reader import Wanted, read_wanted
 from ckptman.storage.io.checksums import Digests, digest_file, digest_of_blocks
 from ckptman.storage.io.safe_open import open_regular
+from ckptman.storage.io.threads import SCRATCH, Scratch
 
 MAX_LIST = 1_000_000
 """The longest list of a foreign checkpoint that is believed."""
@@ -196,14 +197,14 @@ class SavedState:
             )
         return None if inside is None else chunk.offset + inside
 
-    def read_wanted(self, wanted: Sequence[Wanted], *, verify: bool = True) -> int:
+    def read_wanted(self, wanted: Sequence[Wanted], *, verify: bool = True, scratch: Scratch = SCRATCH) -> int:
         """Read ranges of the data files, each block checked where there are digests. Returns the bytes that were read.
 
         Raises: CorruptError, OSError.
         """
         known = {name: self.digests(name) for name in {each.file for each in wanted}} if verify else {}
         digests = {name: each for name, each in known.items() if each is not None}
-        return read_wanted(self.folder, wanted, digests or None)
+        return read_wanted(self.folder, wanted, digests or None, scratch=scratch)
 
     def read_range(self, file: str, offset: int, size: int, label: str, *, verify: bool = True) -> bytearray:
         """Return bytes of a data file. Raises: CorruptError, OSError."""

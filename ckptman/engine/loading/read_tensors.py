@@ -13,13 +13,14 @@ import torch
 from ckptman.engine.loading.checkpoint_reader import ChunkPlace, SavedState
 from ckptman.engine.loading.restricted_unpickler import load_plain
 from ckptman.engine.state.accelerators import buffer_if_any, give_buffer, on_device, record
-from ckptman.engine.state.file_layout import address_of, flat, put, view_of
+from ckptman.engine.state.file_layout import address_of, as_bytes, flat, put, view_of
 from ckptman.engine.state.local_shards import is_plain, local_parts
 from ckptman.engine.state.program_faults import naming
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.storage.format.pickle_guard import NotAllowed
 from ckptman.storage.io.checked_reader import Wanted
 from ckptman.storage.io.checksums import BLOCK_BYTES
+from ckptman.storage.io.threads import ALIGN_BYTES, SCRATCH, Scratch
 
 PIECE_BYTES = 4 * 1024 * 1024
 """What cannot go straight to its place passes through memory of this size."""
@@ -97,7 +98,7 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
         room -= fill.chunk.bytes
     try:
         try:
-            read_bytes = saved.read_wanted(wanted, verify=verify)
+            read_bytes = saved.read_wanted(wanted, verify=verify, scratch=uploads.scratch)
         finally:
             uploads.finish()
         for batch in special:
@@ -131,7 +132,11 @@ class Cut:
         span = item * (1 + sum((size - 1) * stride for size, stride in zip(target.shape, self._strides)))
         in_one_run = span == item * target.numel()
         if in_one_run and target.dtype == self._dtype and _is_flat_memory(target):
-            yield Wanted(fill.chunk.file, offset, span, into=view_of(target), label=fill.name)
+            if target.device.type == "cpu":
+                yield Wanted(fill.chunk.file, offset, span, into=view_of(target), label=fill.name)
+            else:
+                deliver = partial(self._deliver_bytes, as_bytes(target))
+                yield Wanted(fill.chunk.file, offset, span, deliver=deliver, label=fill.name)
             return
         dim = next((dim for dim, size in enumerate(target.shape) if size > 1), None)
         step = self._strides[dim] * item if dim is not None else 0
@@ -148,6 +153,9 @@ class Cut:
         inner = 1 + sum((size - 1) * stride for size, stride in zip(target.shape[dim + 1 :], self._strides[dim + 1 :]))
         return (self._strides[dim] - inner) * self._dtype.itemsize >= BLOCK_BYTES
 
+    def _deliver_bytes(self, target: torch.Tensor, data: memoryview, position: int) -> None:
+        self._put(target[position : position + len(data)], flat(data))
+
     def _deliver(self, target: torch.Tensor, data: memoryview, _: int) -> None:
         # Plain DCP puts elements anywhere; torch takes it that they begin at a multiple of their size.
         if address_of(data) % self._dtype.itemsize:
@@ -157,7 +165,7 @@ class Cut:
 
 def _is_flat_memory(tensor: torch.Tensor) -> bool:
     """Return whether the bytes in a tensor's memory are its elements one after the other."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _unpack(saved: SavedState, fill: Fill, container: memoryview) -> None:
@@ -201,11 +209,39 @@ def _scales(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.qscheme(), scales.tolist(), zeros.tolist(), tensor.q_per_channel_axis()
 
 
+class PinnedScratch(Scratch):
+    """Scratch that is pinned, as far as that is to be had: a device copies straight from it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, torch.Tensor] = {}
+        """By address of what was borrowed of each."""
+
+    def borrow(self, size_bytes: int) -> memoryview:
+        buffer = buffer_if_any(size_bytes + ALIGN_BYTES) if size_bytes else None
+        if buffer is None:
+            return super().borrow(size_bytes)
+        inside = -buffer.data_ptr() % ALIGN_BYTES
+        self._buffers[buffer.data_ptr() + inside] = buffer
+        return view_of(buffer)[inside : inside + size_bytes]
+
+    def give_back(self, buffer: memoryview) -> None:
+        pinned = self._buffers.pop(address_of(buffer), None) if len(buffer) else None
+        if pinned is None:
+            super().give_back(buffer)
+        else:
+            give_buffer(pinned)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether the memory of a tensor is pinned scratch of this."""
+        address = tensor.data_ptr()
+        return any(0 <= address - low < len(buffer) for low, buffer in list(self._buffers.items()))
+
+
 class Uploader:
     """Copies host memory into tensors of one device, from several threads at a time, on a stream of its own."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
+    def __init__(self, device: torch.device, scratch: PinnedScratch) -> None:
+        self._device, self._module, self._scratch = device, torch.get_device_module(device), scratch
         self._stream = self._module.Stream(device)
         # What was done to the targets before must be over before they are written.
         self._stream.wait_stream(self._module.current_stream(device))
@@ -214,6 +250,12 @@ class Uploader:
         """Copy `source`, whose memory may change when this returns. It is there after `finish`."""
         size = math.prod(source.shape) * source.dtype.itemsize
         with on_device(self._device):
+            if self._scratch.holds(source):  # the threads that read other pieces meanwhile do not wait
+                with self._module.stream(self._stream):
+                    put(target, source, non_blocking=True)
+                    event = record(self._stream)
+                event.synchronize()
+                return
             if (buffer := buffer_if_any(size)) is None:
                 with self._module.stream(self._stream):
                     put(target, source)
@@ -235,13 +277,17 @@ class Uploads:
 
     def __init__(self) -> None:
         self._uploaders: dict[torch.device, Uploader] = {}
+        self.scratch: Scratch = SCRATCH
+        """Where what is put is best read to."""
 
     def to(self, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """Return what puts memory into a tensor of a device, from any thread. The memory may change when it returns."""
         if device.type == "cpu":
             return put
+        if not isinstance(self.scratch, PinnedScratch):
+            self.scratch = PinnedScratch()
         if device not in self._uploaders:
-            self._uploaders[device] = Uploader(device)
+            self._uploaders[device] = Uploader(device, self.scratch)
         return self._uploaders[device].put
 
     def finish(self) -> None:

@@ -29,7 +29,9 @@ from ckptman.storage.io.file_reader import DIRECT_BYTES, FileReader, after
 from ckptman.storage.io.threads import (
     ALIGN_BYTES,
     COLD_STRIDE_BYTES,
+    SCRATCH,
     STRIDE_BYTES,
+    Scratch,
     computing_threads,
     cores,
     io_threads,
@@ -78,10 +80,12 @@ def read_wanted(
     digests: Mapping[str, Digests] | None,
     *,
     threads: int | None = None,
+    scratch: Scratch = SCRATCH,
 ) -> int:
     """Read ranges of the files of a folder, each byte once as far as possible. With digests, check every block read.
 
-    Destinations may be filled in part when an error is raised. Returns how many bytes were read.
+    Destinations may be filled in part when an error is raised. `scratch`: where what is handed to `deliver` lies.
+    Returns how many bytes were read.
 
     Raises: CorruptError where a file is missing, has another size, ends early, cannot be read or differs from its
     digests; whatever `deliver` raises; ValueError where a range is no range.
@@ -96,14 +100,14 @@ def read_wanted(
             file.admit(each)
     try:
         with preferred():
-            _read_chosen(chosen, threads or io_threads())
+            _read_chosen(chosen, threads or io_threads(), scratch)
     finally:
         for file in chosen:
             file.reader.close()
     return sum(file.read_bytes for file in chosen)
 
 
-def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int) -> None:
+def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, scratch: Scratch) -> None:
     cold = _begins_cold(chosen)
     if cold is False:  # nothing is waited for: more threads than cores would only take turns
         threads = min(threads, max(2, cores()))
@@ -120,13 +124,13 @@ def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int) -> None
     around = 2 * ALIGN_BYTES if any(file.block_bytes % ALIGN_BYTES for file in chosen) else 0
     scratch_bytes = max((span.bytes for _, span in spans), default=0) + around
 
-    def fetch(number: int, scratch: memoryview) -> int | None:
+    def fetch(number: int, buffer: memoryview) -> int | None:
         file, span = spans[number]
-        return file.fetch(span, scratch)
+        return file.fetch(span, buffer)
 
-    def finish(number: int, scratch: memoryview, fetched: int | None) -> None:
+    def finish(number: int, buffer: memoryview, fetched: int | None) -> None:
         file, span = spans[number]
-        file.finish(span, scratch, fetched)
+        file.finish(span, buffer, fetched)
 
     relay(
         len(spans),
@@ -135,6 +139,7 @@ def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int) -> None
         first_threads=threads - 1 if cold and threads > 1 else threads,
         then_threads=computing_threads(threads) if cold and threads > 1 else 0,
         scratch_bytes=scratch_bytes,
+        scratch=scratch,
     )
 
 

@@ -102,12 +102,44 @@ def stride_of(block_bytes: int, most_bytes: int = STRIDE_BYTES) -> int:
     return max(block_bytes, most_bytes // block_bytes * block_bytes)
 
 
+class Scratch:
+    """Memory to work in, on pages. Fresh memory is several times slower than memory that was touched before, so that
+    buffers stay."""
+
+    def borrow(self, size_bytes: int) -> memoryview:
+        """Return at least so much. Raises: OSError, MemoryError."""
+        if not size_bytes:
+            return memoryview(b"")
+        try:
+            buffer = _free.pop()
+        except IndexError:
+            buffer = memoryview(b"")
+        enough = len(buffer) >= size_bytes
+        return buffer if enough else aligned_memory(-(-size_bytes // STRIDE_BYTES) * STRIDE_BYTES)
+
+    def give_back(self, buffer: memoryview) -> None:
+        """Keep it for who comes next, or give it up."""
+        if len(_free) < _KEPT_BUFFERS and 0 < len(buffer) <= _KEPT_BYTES:
+            _free.append(buffer)
+
+    def borrow_if_any(self, size_bytes: int) -> memoryview | None:
+        """Return at least so much; None: there is none."""
+        try:
+            return self.borrow(size_bytes)
+        except (OSError, MemoryError):
+            return None
+
+
+SCRATCH = Scratch()
+
+
 def share_out(
     count: int,
     work: Callable[[int, memoryview], None],
     *,
     threads: int,
     scratch_bytes: int,
+    scratch: Scratch = SCRATCH,
     on_error: Callable[[], None] = lambda: None,
 ) -> None:
     """Call `work(number, scratch)` once for each number below `count`, from the calling thread and `threads - 1` more.
@@ -119,22 +151,22 @@ def share_out(
     """
     job = _Job(count, on_error)
 
-    def run(scratch: memoryview) -> None:
+    def run(buffer: memoryview) -> None:
         try:
             while (number := job.take()) is not None:
-                work(number, scratch)
+                work(number, buffer)
         finally:
-            _give_back(scratch)
+            scratch.give_back(buffer)
 
     def help() -> None:
-        if (scratch := _borrow_if_any(scratch_bytes)) is not None:
-            run(scratch)
+        if (buffer := scratch.borrow_if_any(scratch_bytes)) is not None:
+            run(buffer)
 
     def lead() -> None:
         job.start(help, min(threads, count) - 1)
         run(mine)
 
-    mine = _borrow(scratch_bytes)
+    mine = scratch.borrow(scratch_bytes)
     job.lead(lead)
 
 
@@ -146,6 +178,7 @@ def relay(
     first_threads: int,
     then_threads: int,
     scratch_bytes: int,
+    scratch: Scratch = SCRATCH,
     on_error: Callable[[], None] = lambda: None,
 ) -> None:
     """As `share_out`, for work of two halves: `then(number, scratch, first(number, scratch))` for each number.
@@ -156,11 +189,11 @@ def relay(
     each.
     """
 
-    def both(number: int, scratch: memoryview) -> None:
-        then(number, scratch, first(number, scratch))
+    def both(number: int, buffer: memoryview) -> None:
+        then(number, buffer, first(number, buffer))
 
     if not then_threads:
-        share_out(count, both, threads=first_threads, scratch_bytes=scratch_bytes, on_error=on_error)
+        share_out(count, both, threads=first_threads, scratch_bytes=scratch_bytes, scratch=scratch, on_error=on_error)
         return
     first_threads, then_threads = min(first_threads, count), min(then_threads, count)
     free: SimpleQueue[memoryview | None] = SimpleQueue()
@@ -174,8 +207,8 @@ def relay(
             halfway.put(None)
 
     def run_first() -> None:
-        while (scratch := free.get()) is not None and (number := job.take()) is not None:
-            halfway.put((number, scratch, first(number, scratch)))
+        while (buffer := free.get()) is not None and (number := job.take()) is not None:
+            halfway.put((number, buffer, first(number, buffer)))
 
     def run_then() -> None:
         while (piece := halfway.get()) is not None and not job.is_over:
@@ -189,9 +222,8 @@ def relay(
         on_error()
 
     def run_both() -> None:
-        scratch = buffers[0]
         while (number := job.take()) is not None:
-            both(number, scratch)
+            both(number, buffers[0])
 
     def lead() -> None:
         if job.start(run_first, first_threads):
@@ -201,18 +233,18 @@ def relay(
             run_both()
 
     job = _Job(count, stop)
-    buffers = [_borrow(scratch_bytes)]
+    buffers = [scratch.borrow(scratch_bytes)]
     try:
         while len(buffers) < first_threads + then_threads:
-            if (scratch := _borrow_if_any(scratch_bytes)) is None:
+            if (buffer := scratch.borrow_if_any(scratch_bytes)) is None:
                 break
-            buffers.append(scratch)
-        for scratch in buffers:
-            free.put(scratch)
+            buffers.append(buffer)
+        for buffer in buffers:
+            free.put(buffer)
         job.lead(lead)
     finally:
-        for scratch in buffers:
-            _give_back(scratch)
+        for buffer in buffers:
+            scratch.give_back(buffer)
 
 
 class _Job:
@@ -289,24 +321,6 @@ class _Job:
         self._on_stop()
 
 
-def _borrow_if_any(size: int) -> memoryview | None:
-    try:
-        return _borrow(size)
-    except (OSError, MemoryError):
-        return None
-
-
-def _borrow(size: int) -> memoryview:
-    if not size:
-        return memoryview(b"")
-    # Fresh memory is several times slower than memory that was touched before, so buffers stay.
-    try:
-        buffer = _free.pop()
-    except IndexError:
-        buffer = memoryview(b"")
-    return buffer if len(buffer) >= size else aligned_memory(-(-max(size, 1) // STRIDE_BYTES) * STRIDE_BYTES)
-
-
 def aligned_memory(size_bytes: int, *, shared: bool = False) -> memoryview:
     """Zeroed memory on pages, on huge ones where the kernel has them. `shared`: with forks of this process, so that
     none of its pages is ever another one, as a device that copies into it by itself needs.
@@ -323,11 +337,6 @@ def aligned_memory(size_bytes: int, *, shared: bool = False) -> memoryview:
             memory.madvise(mmap.MADV_HUGEPAGE)
         start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_BYTES
     return memoryview(memory)[start : start + size_bytes]
-
-
-def _give_back(buffer: memoryview) -> None:
-    if len(_free) < _KEPT_BUFFERS and 0 < len(buffer) <= _KEPT_BYTES:
-        _free.append(buffer)
 
 
 _WAKE_SECONDS = 0.5

@@ -3,10 +3,13 @@
 import contextlib
 import threading
 from collections import deque
+from unittest import mock
 
 import pytest
 import torch
 
+import ckptman
+from ckptman.engine.loading import read_tensors
 from ckptman.engine.loading.read_tensors import Uploads
 from ckptman.engine.state import accelerators
 from ckptman.engine.state.accelerators import BUFFERS, is_capturing
@@ -135,3 +138,26 @@ def test_uploads_need_no_pinned_memory(device, monkeypatch):
     scratch.zero_()
     uploads.finish()
     assert device.values(target).sum() == 50
+
+
+def test_what_is_read_for_a_device_goes_there_from_where_it_was_read(device, tmp_path, monkeypatch):
+    values = {"large": torch.randn(3_000_000), "small": torch.randn(500), "rows": torch.randn(900, 1000)}
+    ckptman.save(values, tmp_path / "checkpoint")
+    there = {name: device.tensor(torch.zeros(each.shape)) for name, each in values.items()}
+    copied, put = [], read_tensors.put
+
+    def noted(target, source, **options):
+        copied.append(target.device.type)
+        put(target, source, **options)
+
+    monkeypatch.setattr(read_tensors, "put", noted)
+    ckptman.load(there, tmp_path / "checkpoint")
+    assert {*copied} == {"cuda"}, "no byte is copied on the host"
+    assert len(device._pinned) <= BUFFERS
+    assert all(torch.equal(device.values(there[name]), each) for name, each in values.items())
+    there["large"].fill_(0)
+    monkeypatch.setattr(device, "empty_pinned", mock.Mock(side_effect=RuntimeError("CUDA error: out of memory")))
+    accelerators._free.clear()
+    with pytest.warns(RuntimeWarning, match="host memory cannot be pinned"):
+        ckptman.load(there, tmp_path / "checkpoint")
+    assert torch.equal(device.values(there["large"]), values["large"])

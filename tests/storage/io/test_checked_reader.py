@@ -2,8 +2,10 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -166,6 +168,53 @@ def test_a_flipped_byte_is_found_exactly_when_its_block_is_read(folder, threads)
         assert read_wanted(folder, around, digests, threads=threads) == len(data) - (high - low)
         assert read_wanted(folder, [into("x", 0, len(data))], None) == len(data)
         flip(path, flipped, 0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_flipped_byte_is_found_wherever_large_blocks_and_tensors_begin_and_end(tmp_path, threads):
+    seed = random.randrange(10**6)
+    draw, size, path = random.Random(seed), 23 * MIB + 4096, tmp_path / "x"
+    data = random_bytes(size)
+    path.write_bytes(data)
+    digests = {"x": digests_of(path)}
+    edges = [0, 40, 3 * MIB, 3 * MIB + 500, 4 * MIB, 9 * MIB + 7, 16 * MIB, 16 * MIB + BLOCK, size]
+    places = [bytearray(end - begin) for begin, end in itertools.pairwise(edges)]
+    wanted = [into("x", begin, len(each), place=each) for begin, each in zip(edges, places)]
+    assert read_wanted(tmp_path, wanted, digests, threads=threads) == size
+    assert b"".join(places) == data
+    for flipped in (0, 4 * MIB - 1, 4 * MIB, size - 1, *(draw.randrange(size) for _ in range(6))):
+        flip(path, flipped, 0)
+        with pytest.raises(CorruptError, match=f"in block {flipped // BLOCK} "):
+            read_wanted(tmp_path, wanted, digests, threads=threads)
+        flip(path, flipped, 0)
+    assert read_wanted(tmp_path, wanted, digests, threads=threads) == size, f"seed {seed}"
+
+
+def test_a_large_block_is_two_calls_of_the_interpreter(tmp_path):
+    """Each waits its turn for it. Counted as the difference of two sizes, so that what a load takes once is left out."""
+    sizes = 24 * MIB, 120 * MIB
+    for size in sizes:
+        (tmp_path / f"{size}").write_bytes(bytes(size))
+        (tmp_path / f"{size}").read_bytes()
+    if not tells_what_is_cached(tmp_path):
+        pytest.skip("this file system does not tell what is in the page cache")
+
+    def calls(size):
+        digests, wanted, count = {f"{size}": digests_of(tmp_path / f"{size}")}, [into(f"{size}", 0, size)], 0
+
+        def note(frame, event, argument):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        try:
+            read_wanted(tmp_path, wanted, digests, threads=1)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    first, second = map(calls, sizes)
+    assert (second - first) * 1024 * MIB / (sizes[1] - sizes[0]) < 2000
 
 
 def test_only_the_tensors_of_the_bad_block_are_named(tmp_path):

@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -233,26 +234,38 @@ def test_large_scratch_is_not_kept():
 def test_with_less_memory_all_is_done(room, monkeypatch):
     made = []
 
-    def little(size):
+    def little(_, size):
         if len(made) == room:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         made.append(memoryview(bytearray(size)))
         return made[-1]
 
-    monkeypatch.setattr(parallel, "_borrow", little)
+    monkeypatch.setattr(parallel.Scratch, "borrow", little)
     for run in WAYS:
         made.clear()
         assert sorted(done_by(run)) == list(range(20))
 
 
 def test_without_any_memory_that_is_the_error(monkeypatch):
-    def none(size):
+    def none(_, size):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(parallel, "_borrow", none)
+    monkeypatch.setattr(parallel.Scratch, "borrow", none)
     for run in WAYS:
         with pytest.raises(OSError, match="Cannot allocate memory"):
             done_by(run)
+
+
+def test_threads_that_compute_give_way_while_a_load_reads():
+    before = sys.getswitchinterval()
+    with parallel.preferred():
+        with parallel.preferred():
+            assert sys.getswitchinterval() < before / 10
+        assert sys.getswitchinterval() < before / 10
+    assert sys.getswitchinterval() == before
+    with pytest.raises(ValueError, match="x"), parallel.preferred():
+        raise ValueError("x")
+    assert sys.getswitchinterval() == before
 
 
 def test_a_worker_does_one_task_after_the_other_and_hands_on_what_they_raise():
