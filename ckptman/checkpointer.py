@@ -158,8 +158,9 @@ class Checkpointer:
         nonfinite: What to do about NaN and infinity in parameters and optimizer state. "keep": mark the checkpoint; the
             newest finite one is never deleted, and `restore` prefers it. "refuse": the save fails. "ignore": do not
             look, and restore the newest.
-        keep_warm: After each save, read the checkpoint back into the page cache of this node, if memory is free, so
-            that a restart on this node loads it from memory. Only on file systems of the node itself.
+        keep_warm: After each save, read the checkpoint back into the page cache of this node, so that a restart on this
+            node loads it from memory. Only on file systems of the node itself. True: if memory is free, else a warning
+            says why not. None: if that takes at most a quarter of the free memory. False: never.
         trackers: Receive each step and each event, on rank 0 (see `Tracker`).
         notify: A shell command, or a function that takes a dict. Called if the run stalls, crashes or ends, or if the
             disk is nearly full (see `docs/stopping.md`). None: the command of the chain, if it has one.
@@ -204,7 +205,7 @@ class Checkpointer:
         memory: MemoryTier | None = None,
         overlap: bool = False,
         nonfinite: OnNonfinite = "keep",
-        keep_warm: bool = False,
+        keep_warm: bool | None = None,
         trackers: Sequence[Tracker] = (),
         notify: Notify | None = None,
         timeout_seconds: float = 1800.0,

@@ -91,7 +91,7 @@ class Saver:
         background: copy to host memory, and write from there in a thread.
         overlap: what optimizer steps alone change may still be copied when `save` returns.
         nonfinite: whether a save that holds NaN or infinity is marked, or fails, or nobody looks.
-        keep_warm: have the newest checkpoint in the page cache, where there is memory for it.
+        keep_warm: have the newest checkpoint in the page cache, where there is memory for it; None: where it is plenty.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Saver:
         background: bool,
         overlap: bool = False,
         nonfinite: OnNonfinite = "ignore",
-        keep_warm: bool = False,
+        keep_warm: bool | None = None,
     ) -> None:
         self._store, self._journal, self._claim, self._watchdog = store, journal, claim, watchdog
         self.channel, self.retention, self._hooks, self._overlap = channel, retention, hooks, overlap
@@ -396,7 +396,7 @@ class Saver:
                 self._warned.add("buffered")
                 self._note("direct_io_unavailable", reason=committed.buffered_because)
             self.retention.prune()
-            if self._keep_warm:
+            if self._keep_warm is not False:
                 self._keep_cached(info.step)
         except Exception as error:  # noqa: BLE001 the save is durable: a warning that is an error must not undo it
             self._note("prune_failed", cause=f"{type(error).__name__}: {error}")
@@ -534,12 +534,12 @@ class Saver:
         """Have what this rank wrote in the page cache, where there is memory for it."""
         path = self._store.root / step_folder(step) / data_name(self.channel.rank)
         try:
-            reason = why_not_kept(path, self._neighbours)
+            reason = why_not_kept(path, self._neighbours, is_asked=self._keep_warm is True)
         except OSError:  # this rank wrote nothing, or the checkpoint is gone again
             return
         if reason is None:
             self._writer.keep_cached(path)
-        elif "warm" not in self._warned:
+        elif self._keep_warm and "warm" not in self._warned:
             self._note("not_kept_warm", step=step, reason=reason)
             self._warn_once("warm", f"the newest checkpoint is not kept in the page cache: {reason}")
 

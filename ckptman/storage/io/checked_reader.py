@@ -34,7 +34,7 @@ from ckptman.storage.io.threads import (
     Scratch,
     computing_threads,
     cores,
-    io_threads,
+    loading_threads,
     preferred,
     relay,
     stride_of,
@@ -100,7 +100,7 @@ def read_wanted(
             file.admit(each)
     try:
         with preferred():
-            _read_chosen(chosen, threads or io_threads(), scratch)
+            _read_chosen(chosen, threads or loading_threads(), scratch)
     finally:
         for file in chosen:
             file.reader.close()

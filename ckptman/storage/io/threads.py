@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar, cast
@@ -25,6 +25,8 @@ from typing import Generic, TypeVar, cast
 from ckptman.errors import ConfigError
 
 THREADS_ENV = "CKPTMAN_IO_THREADS"
+IO_THREADS = 4
+MOST_LOADING_THREADS = 16
 ALIGN_BYTES = 4096
 """What direct I/O wants offsets, sizes and addresses to be a multiple of, on every disk that is in use."""
 STRIDE_BYTES = 4 * 1024 * 1024
@@ -42,11 +44,11 @@ T = TypeVar("T")
 _free: deque[memoryview] = deque()
 
 
-def io_threads(otherwise: int = 4) -> int:
+def io_threads(otherwise: int = IO_THREADS) -> int:
     """Return how many threads move the bytes of a save or a load: `CKPTMAN_IO_THREADS`, or `otherwise`.
 
-    Whatever the number of cores: they wait for storage more than they compute. In a `relay` there are a few more, who
-    compute; where all is in the page cache, there are no more than cores.
+    Of a save no more on many cores, which the training has: they wait for storage more than they compute. In a `relay`
+    there are a few more, who compute; where all is in the page cache, there are no more than cores.
 
     Raises: ConfigError where the variable is no whole number from 1 on.
     """
@@ -65,6 +67,20 @@ def io_threads(otherwise: int = 4) -> int:
 def cores() -> int:
     """Return how many cores this process may use: in a job, those it was given."""
     return len(os.sched_getaffinity(0))
+
+
+def loading_threads() -> int:
+    """Return how many threads move the bytes of a load, while nobody trains: one for each core of this rank, from 4 to
+    16, or `CKPTMAN_IO_THREADS`. Raises: ConfigError."""
+    return io_threads(min(max(IO_THREADS, cores() // ranks_on_these_cores()), MOST_LOADING_THREADS))
+
+
+def ranks_on_these_cores(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many ranks may use the same cores as this one: torchrun leaves all cores to each of its ranks, and so
+    does Slurm where it binds nobody."""
+    is_shared = "TORCHELASTIC_RUN_ID" in environment or cores() == os.cpu_count()
+    counts = [environment.get(name, "") for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")]
+    return next((int(count) for count in counts if count.isdecimal() and int(count)), 1) if is_shared else 1
 
 
 def computing_threads(threads: int) -> int:

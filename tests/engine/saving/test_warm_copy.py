@@ -1,5 +1,6 @@
 """The newest checkpoint is kept in the page cache, where that can be and there is memory for it."""
 
+import os
 import time
 from unittest import mock
 
@@ -14,6 +15,7 @@ from ckptman.engine.saving.warm_copy import why_not_kept
 from ckptman.runtime.journal import read_journal
 from ckptman.storage.format.paths import data_name
 from ckptman.storage.io.mount import parse_mountinfo
+from ckptman.storage.io.writer_process import LEAST_BYTES
 
 COUNT = 1_000_000
 
@@ -47,24 +49,54 @@ def _spare(monkeypatch):
 )
 def test_only_file_systems_of_this_node_are_read_once_more(path, kind, reason):
     with mounted(kind):
-        found = why_not_kept(path, 1)
+        found = why_not_kept(path, 1, is_asked=True)
     assert found == reason or (reason is not None and found is not None and found.startswith(reason))
 
 
 def test_memory_for_all_ranks_of_the_node_has_to_be_left(path, monkeypatch):
     monkeypatch.setattr(warm_copy, "spare_bytes", lambda: 2 * (1000 + RESERVE_BYTES))
     with mounted("ext4"):
-        assert why_not_kept(path, 2) is None
-        assert "1.5 GiB of host memory" in (why_not_kept(path, 3) or "")
+        assert why_not_kept(path, 2, is_asked=True) is None
+        assert "1.5 GiB of host memory" in (why_not_kept(path, 3, is_asked=True) or "")
+
+
+def test_without_being_asked_it_takes_a_quarter_of_what_is_left(tmp_path, monkeypatch):
+    path, size = tmp_path / "data", LEAST_BYTES
+    with path.open("wb") as file:
+        file.truncate(size)
+    with mounted("ext4"):
+        for left, is_kept in ((4 * (size + RESERVE_BYTES), True), (4 * (size + RESERVE_BYTES) - 1, False)):
+            monkeypatch.setattr(warm_copy, "spare_bytes", lambda left=left: left)
+            assert (why_not_kept(path, 1, is_asked=False) is None) == is_kept
+            assert why_not_kept(path, 1, is_asked=True) is None
+        os.truncate(path, size - 1)
+        monkeypatch.setattr(warm_copy, "spare_bytes", lambda: 1 << 40)
+        assert "small" in why_not_kept(path, 1, is_asked=False)
+
+
+def test_nobody_is_told_why_what_they_did_not_ask_for_is_not_done(tmp_path, recwarn):
+    with (
+        ckptman.Checkpointer(tmp_path, {"s": {"w": torch.rand(COUNT)}}, deadline=None) as checkpointer,
+        mounted("nfs4"),
+    ):
+        checkpointer.save(1)
+        checkpointer.wait()
+    assert [each for each in recwarn if "page cache" in str(each.message)] == []
+    events, _ = read_journal(tmp_path / ".ckptman/journal.jsonl")
+    assert "not_kept_warm" not in [each["event"] for each in events]
 
 
 @pytest.mark.usefixtures("_spare")
+@pytest.mark.parametrize("keep_warm", [True, None])
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_save_is_warm_soon_after_it_is_durable(tmp_path, async_save):
+def test_a_save_is_warm_soon_after_it_is_durable(tmp_path, async_save, keep_warm, monkeypatch):
+    monkeypatch.setattr(warm_copy, "LEAST_BYTES", 0)
     state = {"s": {"w": torch.rand(COUNT)}}
     with (
         mounted("ext4"),
-        ckptman.Checkpointer(tmp_path, state, async_save=async_save, keep_warm=True, deadline=None) as checkpointer,
+        ckptman.Checkpointer(
+            tmp_path, state, async_save=async_save, keep_warm=keep_warm, deadline=None
+        ) as checkpointer,
     ):
         checkpointer.save(1)
         checkpointer.wait()
@@ -76,9 +108,10 @@ def test_a_save_is_warm_soon_after_it_is_durable(tmp_path, async_save):
 
 
 @pytest.mark.usefixtures("_spare")
-def test_it_is_the_switch_that_keeps_it(tmp_path):
+def test_it_can_be_switched_off(tmp_path):
+    state = {"s": {"w": torch.rand(COUNT)}}
     with (
-        ckptman.Checkpointer(tmp_path, {"s": {"w": torch.rand(COUNT)}}, deadline=None) as checkpointer,
+        ckptman.Checkpointer(tmp_path, state, keep_warm=False, deadline=None) as checkpointer,
         mock.patch.object(checkpointer._saver, "_keep_cached") as keep,
     ):
         checkpointer.save(1)

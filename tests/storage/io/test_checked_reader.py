@@ -191,7 +191,7 @@ def test_a_flipped_byte_is_found_wherever_large_blocks_and_tensors_begin_and_end
 
 
 def test_a_large_block_is_two_calls_of_the_interpreter(tmp_path):
-    """Each waits its turn for it. Counted as the difference of two sizes, so that what a load takes once is left out."""
+    """Each waits its turn for it. Counted from two sizes, so that what a load takes once is left out."""
     sizes = 24 * MIB, 120 * MIB
     for size in sizes:
         (tmp_path / f"{size}").write_bytes(bytes(size))

@@ -30,6 +30,30 @@ def test_the_number_of_threads(monkeypatch):
             io_threads()
 
 
+@pytest.mark.parametrize(
+    ("mine", "machine", "environment", "expected"),
+    [
+        (1, 1, {}, 4),
+        (2, 256, {}, 4),
+        (12, 64, {"SLURM_NTASKS_PER_NODE": "4"}, 12),  # bound to its own
+        (64, 64, {"SLURM_NTASKS_PER_NODE": "4"}, 16),
+        (64, 64, {"SLURM_NTASKS_PER_NODE": "8"}, 8),
+        (32, 64, {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4"}, 8),
+        (64, 64, {"LOCAL_WORLD_SIZE": "x", "SLURM_NTASKS_PER_NODE": "0"}, 16),
+        (256, 256, {}, 16),
+        (64, 64, {THREADS_ENV: "300"}, 300),
+    ],
+)
+def test_a_load_has_a_thread_for_each_core_of_the_rank(mine, machine, environment, expected, monkeypatch):
+    for name in (THREADS_ENV, "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(parallel, "cores", lambda: mine)
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    assert parallel.loading_threads() == expected
+
+
 HALVES = {"first_threads": 3, "then_threads": 2, "scratch_bytes": 10}
 WAYS = (
     lambda count, work: relay(count, work, lambda *_: None, **HALVES),
