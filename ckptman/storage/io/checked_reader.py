@@ -50,6 +50,9 @@ _CHECKED_BYTES = 512 * 1024
 cache of the core."""
 _WARM_STRIDE_BYTES = 64 * 1024 * 1024
 """The longest span of what goes straight from the page cache to its place."""
+_SCRATCH_BYTES = 256 * 1024 * 1024
+"""What all threads may have to work in, however many cores there are."""
+_LONG_BYTES = 1024 * 1024
 _SPANS_EACH = 4
 """How many spans each thread is to have at least, so that all of them end at about the same time."""
 _LOOKS = 8
@@ -109,10 +112,14 @@ def read_wanted(
 
 def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, scratch: Scratch) -> None:
     cold = _begins_cold(chosen)
+    threads = min(threads, _SCRATCH_BYTES // (2 * STRIDE_BYTES))
     if cold is False:  # nothing is waited for: more threads than cores would only take turns
         threads = min(threads, max(2, cores()))
-    most_bytes = COLD_STRIDE_BYTES if cold and threads > 1 else STRIDE_BYTES
-    if cold is False and all(file.is_straight for file in chosen):
+    is_relayed = bool(cold) and threads > 1
+    most_bytes = STRIDE_BYTES
+    if is_relayed:
+        most_bytes = min(COLD_STRIDE_BYTES, _SCRATCH_BYTES // (2 * threads))
+    elif cold is False and all(file.is_straight for file in chosen):
         each_bytes = sum(file.wanted_bytes for file in chosen) // (_SPANS_EACH * threads)
         most_bytes = min(max(each_bytes // STRIDE_BYTES, 1) * STRIDE_BYTES, _WARM_STRIDE_BYTES)
     spans: list[tuple[_File, Span]] = []
@@ -136,8 +143,8 @@ def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, scratch
         len(spans),
         fetch,
         finish,
-        first_threads=threads - 1 if cold and threads > 1 else threads,
-        then_threads=computing_threads(threads) if cold and threads > 1 else 0,
+        first_threads=threads - 1 if is_relayed else threads,
+        then_threads=computing_threads(threads) if is_relayed else 0,
         scratch_bytes=scratch_bytes,
         scratch=scratch,
     )
@@ -183,15 +190,16 @@ def plan(wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int,
     """Return the spans of the ranges of one file, sorted by offset. Edges lie on blocks where there are digests.
 
     A span has at most `stride` bytes, whole blocks, as far as no range has to be in one piece: it ends at a multiple of
-    that, so that large blocks are not cut.
+    that, so that large blocks are not cut. One that begins with a small range is shorter: it may have to go through
+    scratch as a whole.
     """
     spans: list[Span] = []
     lows: list[int] = []
     apart: list[Span] = []
 
-    def begin(start: int) -> Span:
-        low = start - start % block
-        span = Span(low, low - low % stride + stride)
+    def begin(start: int, each: Wanted) -> Span:
+        low, reach = start - start % block, stride if each.bytes >= _LONG_BYTES else min(stride, STRIDE_BYTES)
+        span = Span(low, low - low % reach + reach)
         spans.append(span)
         lows.append(low)
         return span
@@ -204,7 +212,7 @@ def plan(wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int,
         start, end = each.offset, each.offset + each.bytes
         while start < end:
             if last is None or start >= last.limit or start - start % block > last.high + gap_bytes:
-                last = begin(start)
+                last = begin(start, each)
             span = last
             if start < span.low:  # an earlier range took these bytes as well, so they are read already
                 span = spans[bisect_right(lows, start) - 1]
@@ -212,7 +220,7 @@ def plan(wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int,
             if each.whole:
                 if span is last and end > span.limit:
                     if start - start % block > span.low:
-                        span = last = begin(start)
+                        span = last = begin(start, each)
                     span.limit = max(span.limit, up(end))
                 elif span is not last and end > span.high:
                     span = Span(start - start % block, up(end))

@@ -426,3 +426,23 @@ def test_no_more_threads_than_cores_read_what_is_in_the_page_cache(cores, expect
         read_wanted(tmp_path, wanted, None, threads=6)
     assert used == [expected if tells_what_is_cached(tmp_path) else 6, 6, 6]
     assert data == (tmp_path / "x").read_bytes()
+
+
+@pytest.mark.parametrize("threads", [1, 4, 16, 300])
+def test_scratch_does_not_grow_with_the_threads(tmp_path, monkeypatch, threads):
+    size = 40 * MIB
+    (tmp_path / "x").write_bytes(random_bytes(size))
+    digests, place = {"x": digests_of(tmp_path / "x")}, bytearray(size)
+    asked = []
+
+    def noted(count, first, then, **options):
+        asked.append((options["first_threads"] + options["then_threads"]) * options["scratch_bytes"])
+        parallel.relay(count, first, then, **options)
+
+    monkeypatch.setattr(ranges, "relay", noted)
+    for cold in (True, False, None):
+        monkeypatch.setattr(ranges, "_begins_cold", lambda _, cold=cold: cold)
+        place[:] = bytes(size)
+        read_wanted(tmp_path, [into("x", 0, size, place=place)], digests, threads=threads)
+        assert place == (tmp_path / "x").read_bytes()
+    assert max(asked) <= 256 * MIB
