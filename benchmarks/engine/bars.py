@@ -140,7 +140,8 @@ def _wide(sections: Mapping[str, Section]) -> Iterator[Bar]:
         yield Bar("calls of Python for each GiB loaded", section.rows[wide.OF_EACH_GIB], 2000.0, unit="calls")
     if (section := sections.get("wide_restart")) is not None:
         yield Bar("restore in a new process right after a save, over plain DCP", section.ratios(CKPTMAN, DCP), 1.0)
-        yield Bar("restore() beyond its load", section.rows.get(wide.BEYOND, []), 0.1, unit="s")
+    if (section := sections.get("wide_beyond")) is not None:
+        yield Bar("restore() beyond its load", section.rows.get(CKPTMAN, []), 0.1, unit="s")
 
 
 def _planning(planned: list[Planned] | None) -> Iterator[Bar]:

@@ -25,10 +25,18 @@ def draw(sections: Mapping[str, Section], path: Path) -> bool:
         ("load_cached", "Load, page cache: GB/s (more is better); ckptman checks its digests"),
         ("load_cold", "Load, cold disk: GB/s (more is better)"),
         ("save_durable", "Save until durable: GB/s (more is better)"),
+        ("wide_load", "Load from memory, by threads: GB/s (more is better)"),
+        ("wide_load_gpu", "Load from memory onto the GPU, by threads: GB/s (more is better)"),
+        ("wide_save", "Save to /dev/shm until durable, by threads: GB/s (more is better)"),
+        ("wide_restart", "Restore in a new process right after a save: GB/s (more is better)"),
     ):
         if (section := sections.get(key)) is not None and section.rows:
-            rates = {row: _rates(section, samples) for row, samples in _chosen(section).items()}
-            y = _panel(parts, y, heading, dict(sorted(rates.items(), key=lambda row: -statistics.median(row[1]))))
+            by_threads = key in ("wide_load", "wide_load_gpu", "wide_save")
+            rows = section.rows if by_threads else _chosen(section)
+            rates = {row: _rates(section, samples) for row, samples in rows.items()}
+            if not by_threads:
+                rates = dict(sorted(rates.items(), key=lambda row: -statistics.median(row[1])))
+            y = _panel(parts, y, heading, rates)
     if (section := sections.get("stall_ratio")) is not None and section.rows:
         rows = {row: samples for row, samples in section.rows.items() if row.endswith(("first", "later"))}
         heading = "Stall of an async save: multiples of a warm memcpy (less is better)"
