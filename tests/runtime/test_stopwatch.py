@@ -7,8 +7,9 @@ import torch
 
 import ckptman
 from ckptman.runtime import stopwatch
-from ckptman.runtime.journal import journal_path, read_journal
+from ckptman.runtime.journal import read_journal
 from ckptman.runtime.stopwatch import Stopwatch
+from ckptman.storage.format.paths import journal_path
 
 
 class Clock:
