@@ -111,16 +111,18 @@ def write_all(
     *,
     block_bytes: int = BLOCK_BYTES,
     piece_bytes: int = STRIDE_BYTES,
+    with_large: bool = True,
     on_error: Callable[[], None] = lambda: None,
 ) -> Digests:
     """Fill a file from its source and flush it to storage. Return the digests of its blocks. Raises: as
     `write_source`.
 
-    `piece_bytes`: at most so much at a time. `on_error`: as of `relay`.
+    `piece_bytes`: at most so much at a time. `with_large`: digest large blocks, too, where pieces are made of whole ones.
+    `on_error`: as of `relay`.
     """
     size, stride = source.size_bytes, stride_of(block_bytes, piece_bytes)
     blocks, large = bytearray(digests_bytes(size, block_bytes)), large_block_bytes(size, block_bytes)
-    large = large if large and not stride % large else 0
+    large = large if with_large and large and not stride % large else 0
     large_blocks = bytearray(digests_bytes(size, large) if large else 0)
 
     def prepare(number: int, scratch: memoryview) -> memoryview:

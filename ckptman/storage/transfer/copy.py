@@ -284,7 +284,9 @@ class _File:
         block, piece, stop = self._run.block_bytes, self._reading.piece_bytes, self.stopped.set
         self.stopped.clear()
         with self._run.working(self):
-            return write_all(sink, self, threads, block_bytes=block, piece_bytes=piece, on_error=stop).blocks
+            return write_all(
+                sink, self, threads, block_bytes=block, piece_bytes=piece, with_large=False, on_error=stop
+            ).blocks
 
     def close(self) -> None:
         self._reading.close()
