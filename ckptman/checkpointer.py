@@ -80,7 +80,7 @@ from ckptman.storage.format.paths import MAX_STEP, step_number
 _REGULAR = (None, EXIT_OK, EXIT_AGAIN)
 """Codes of a SystemExit with which a loop leaves its block in order."""
 _PIN_SECONDS = 0.01
-"""For about how long a step pins memory, until all of it is."""
+"""For about how long a step pins memory, until all of it is: one tensor at least."""
 _Decisions = tuple[Decision | None, Decision | None]
 
 
@@ -542,7 +542,8 @@ class Checkpointer:
             if agreed is not None:
                 reason = self._act(step, metrics, agreed)
             if reason is None:
-                self._saver.pin_some(_PIN_SECONDS)
+                with self._timings.stall:
+                    self._saver.pin_some(_PIN_SECONDS)
         finally:
             self._last, self._stepped = self._record(step, metrics), True
             if self._reporter is not None:
@@ -934,6 +935,7 @@ class Checkpointer:
         lost = found.lost
         if to_disk is not None and to_disk.stop:
             self._end_running_save()
+            watch.ends("wait")
             lost |= self._saver.channel.lost
         if found.failed > self._saver.reported:
             self._raise_failure(step, found.failed)
@@ -962,6 +964,8 @@ class Checkpointer:
             self._timings.saves.failed()
             raise
         else:
+            if self._memory is not None:
+                self._memory.end_without(self._saver.stager)
             self._account_for([report] if report is not None else [], None)
         return to_disk
 

@@ -13,6 +13,7 @@ from ckptman.engine.comm.peers import Place
 from ckptman.engine.saving.memory_saves import MemorySaves
 from ckptman.engine.saving.save_checks import OnNonfinite
 from ckptman.engine.saving.saver import Saver
+from ckptman.engine.saving.staging import Stager
 from ckptman.errors import CkptmanError, ConfigError, RankLostError, plain, warn_only
 from ckptman.jobs.slurm.commands import ended_jobs
 from ckptman.policies.tiers import MemoryTier
@@ -97,9 +98,13 @@ class RunMemory:
 
     def plan(self, control: Channel, saver: Saver) -> None:
         """See that there is memory for what the saver has planned. Every rank calls it, over `control`."""
-        if saver.stager is None:
-            self.saves.turn_off("saves block the training, as there is no memory for a private copy")
+        self.end_without(saver.stager)
         self.saves.plan(control, saver.slot_bytes)
+
+    def end_without(self, stager: Stager | None) -> None:
+        """Save nothing to memory any more where nothing makes private copies: what is saved there is one."""
+        if stager is None:
+            self.saves.turn_off("saves block the training, as there is no memory for a private copy")
 
     def account(self, times: SaveTimes) -> None:
         """Let the policy know how the last save to memory ended."""

@@ -218,14 +218,14 @@ class Saver:
 
     def _take_memory(self, control: Channel) -> None:
         """See that every rank has the memory that `plan` asked for. Every rank calls it, over `control`."""
-        if self._has_memory or self._stager is None or not self._asynchronous:
+        if self._stager is None or not self._asynchronous:
             return
-        self._has_memory = True
         try:
             with AllRanks[None](control):
                 self._stager.wait()
         except RankFailed as failed:
             self._cannot_stage(failed)
+        self._has_memory = True  # last: whoever was interrupted looks again
 
     def _cannot_stage(self, failed: RankFailed) -> None:
         self._block_from_now_on(
@@ -269,8 +269,9 @@ class Saver:
         Every rank calls it, after `plan` of a snapshot of this kind. Raises, on every rank alike: CommitError;
         ConfigError, where ranks differ in what one of them saves for all.
         """
-        self._take_memory(control)
-        watch.ends("plan")
+        if not self._has_memory:
+            self._take_memory(control)
+        watch.ends("wait")
         if not to_disk:
             self._save_to_memory(control, state, snapshot, info, memory, watch)
             return None
@@ -538,7 +539,7 @@ class Saver:
         except OSError:  # this rank wrote nothing, or the checkpoint is gone again
             return
         if reason is None:
-            self._writer.keep_cached(path)
+            self._writer.keep_cached(path, starts=self._keep_warm is True)
         elif self._keep_warm and "warm" not in self._warned:
             self._note("not_kept_warm", step=step, reason=reason)
             self._warn_once("warm", f"the newest checkpoint is not kept in the page cache: {reason}")

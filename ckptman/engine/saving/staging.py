@@ -219,6 +219,8 @@ class Stager:
         self._slots: list[Slot] = []
         self._making: Task[None] | None = None
         """What makes a slot, in a thread of its own."""
+        self._pinning: Task[None] | None = None
+        """What pins one, likewise."""
         self._freed = Wakeup()
         self._file: RankFile | None = None
         self._device: torch.device | None = None
@@ -229,13 +231,13 @@ class Stager:
     def needs(self, file: RankFile) -> tuple[str, int, int]:
         """Return this host, the bytes that a slot for `file` takes, and those that are left once the slots of before
         are given back."""
-        if self._making is not None:  # what it takes is held only when it is made
-            self._making.wait()
-        return socket.gethostname(), file.end, available_bytes() + self.held_bytes
+        return socket.gethostname(), file.end, self.held_bytes + available_bytes()
 
     @property
     def held_bytes(self) -> int:
-        """Host memory of all slots."""
+        """Host memory of all slots, when the one is made that is being made: before, a part of it may be taken."""
+        if self._making is not None:
+            self._making.wait()
         return sum(len(slot.memory) for slot in self._slots)
 
     def prepare(self, file: RankFile, memory: Sequence[torch.Tensor]) -> None:
@@ -245,18 +247,20 @@ class Stager:
         """
         if self._file is not file:
             self.give_back()
-            self._device = _device_of(memory)
-            self._making = _begin(self._add_slot, file, [_kind(each) for each in memory])
-            self._file = file
+            self._device, self._file = _device_of(memory), file
+            try:
+                self._making = _begin(self._add_slot, file, [_kind(each) for each in memory])
+            except BaseException:
+                self._file = None
+                raise
 
     def wait(self) -> None:
         """Wait for the first slot. Raises: MemoryError, RuntimeError, OSError, as there is none."""
         if self._making is not None and not self._slots:
-            try:
-                self._making.result()
-            except BaseException:
+            self._making.wait()
+            if self._making.error is not None:
                 self._file = None  # with a file and no slot, a save would wait for one for ever
-                raise
+            self._making.result()
 
     def pin_some(self, seconds: float) -> None:
         """Pin memory that is made, for about so long, between two steps."""
@@ -265,7 +269,7 @@ class Stager:
         for slot in self._slots:
             if slot.free and not slot.is_pinned:
                 with contextlib.suppress(RuntimeError):  # no thread: the save that needs it says so
-                    _begin(slot.pin, self._device, seconds).result()
+                    self._pin(slot, self._device, seconds)
                 return
 
     def give_back(self) -> None:
@@ -305,14 +309,15 @@ class Stager:
         self._drop()
 
     def _drop(self) -> None:
-        if self._making is not None:
-            self._making.wait()
+        for task in (self._making, self._pinning):
+            if task is not None:
+                task.wait()
         for stream in (
             self._streams.values() if self._slots else ()
         ):  # Ctrl-C may have left a copy that nobody waits for
             with contextlib.suppress(Exception):
                 stream.synchronize()
-        self._file, self._making = None, None
+        self._file = self._making = self._pinning = None
         while self._slots:
             self._slots.pop().close()
 
@@ -327,18 +332,22 @@ class Stager:
         slot, device = next(slot for slot in self._slots if self._is_free(slot)), _device_of(memory)
         if device is not None and not slot.is_pinned:
             # Here, where the training waits: it may be capturing a graph at any other time, and nobody may pin then.
-            _begin(slot.pin, device).result()
+            self._pin(slot, device, math.inf)
         return slot
 
+    def _pin(self, slot: Slot, device: torch.device, seconds: float) -> None:
+        self._pinning = _begin(slot.pin, device, seconds)
+        self._pinning.result()
+
     def _add_slot(self, file: RankFile, kinds: Sequence[Kind]) -> None:
-        self._slots.append(Slot(file, kinds, self.new_file()))
+        slot = Slot(file, kinds, self.new_file())
+        if self._file is file:  # not where a Ctrl-C left this one to itself
+            self._slots.append(slot)
+            self._freed.notify()
 
     def _add_another(self, file: RankFile, kinds: Sequence[Kind]) -> None:
         with contextlib.suppress(MemoryError, RuntimeError, OSError):  # then saves wait for the first
-            slot = Slot(file, kinds, self.new_file())
-            if self._file is file:  # not where a Ctrl-C left this one to itself
-                self._slots.append(slot)
-                self._freed.notify()
+            self._add_slot(file, kinds)
 
     def has_free_slot(self) -> bool:
         """Return whether a copy can be made now, or soon, without waiting for what is written from another slot."""
@@ -350,7 +359,8 @@ class Stager:
         """Have as many slots as that, now. Raises: MemoryError, RuntimeError, OSError."""
         self.wait()
         while self._slots and len(self._slots) < count and self._file is not None:
-            _begin(self._add_slot, self._file, self._slots[0].kinds).result()
+            self._making = _begin(self._add_slot, self._file, self._slots[0].kinds)
+            self._making.result()
 
     def freed(self) -> None:
         """Let who waits for a slot look again: one is no longer kept."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from ckptman.engine.saving.staging import RESERVE_BYTES
 from ckptman.runtime.host_memory import spare_bytes
 from ckptman.storage.io.mount import MEMORY, family_of, find_mount, read_mounts
-from ckptman.storage.io.writer_process import LEAST_BYTES
 
 _PLENTY = 4
 """Where nobody has asked for it, a file is kept that takes no more than this part of the memory that is left."""
@@ -28,10 +27,7 @@ def why_not_kept(path: Path, neighbours: int, *, is_asked: bool) -> str | None:
     if family is None or family.shared is not False:
         kind = family.name if family is not None else "an unknown file system"
         return f"it is on {kind}, and only file systems of this node are read once more for that"
-    size = path.stat().st_size
-    if not is_asked and size < LEAST_BYTES:
-        return "it is small, and there may be no process to read it"
-    need, left = neighbours * (size + RESERVE_BYTES), spare_bytes()
+    need, left = neighbours * (path.stat().st_size + RESERVE_BYTES), spare_bytes()
     if (need if is_asked else _PLENTY * need) > left:
         return (
             f"that needs {need / 2**30:.1f} GiB of host memory for all ranks of this node, and {left / 2**30:.1f} GiB "

@@ -169,9 +169,10 @@ class CheckpointWriter:
         """End the process that writes."""
         self._process.close()
 
-    def keep_cached(self, path: Path) -> None:
-        """Have a data file that is durable read into the page cache, in place of the one before."""
-        self._process.keep_cached(path)
+    def keep_cached(self, path: Path, *, starts: bool) -> None:
+        """Have a data file that is durable read into the page cache, in place of the one before, by the process that
+        writes. `starts`: also where there is none yet."""
+        self._process.keep_cached(path, starts=starts)
 
     def watch(
         self, step: int, file: RankFile, snapshot: Snapshot, state: Mapping[str, Any], updates: int

@@ -117,7 +117,7 @@ def write_all(
     """Fill a file from its source and flush it to storage. Return the digests of its blocks. Raises: as
     `write_source`.
 
-    `piece_bytes`: at most so much at a time. `with_large`: digest large blocks, too, where pieces are made of whole ones.
+    `piece_bytes`: at most so much at a time. `with_large`: digest large blocks, too, where pieces are made of them.
     `on_error`: as of `relay`.
     """
     size, stride = source.size_bytes, stride_of(block_bytes, piece_bytes)

@@ -151,10 +151,10 @@ class WriterProcess:
             scan.found |= found
         return digests, buffered_because
 
-    def keep_cached(self, path: Path) -> None:
+    def keep_cached(self, path: Path, *, starts: bool) -> None:
         """Have a file read into the page cache from now on, until the next one is to be written. The one that was named
-        before goes from there."""
-        if not self.given_up:
+        before goes from there. `starts`: also where the process is not running yet."""
+        if not self.given_up and (starts or self._running is not None):
             with contextlib.suppress(OSError):  # a process that is gone is found by the next save
                 self._started()[0].send(path)
 

@@ -192,6 +192,45 @@ def test_a_save_waits_for_whichever_slot_comes_first(monkeypatch):
         assert stager.held_bytes == 2 * file.end
 
 
+def test_whoever_is_interrupted_while_the_first_slot_is_made_waits_for_it_again(monkeypatch):
+    file, memory = file_of({"x": {"w": torch.zeros(1000)}})
+    may_fail = threading.Event()
+
+    def fail(size, path):
+        assert may_fail.wait(WAIT)
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(staging, "_allocate", fail)
+    with stager_of() as stager:
+        stager.prepare(file, memory)
+        interrupted = mock.patch.object(stager._making, "wait", side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            stager.wait()
+        may_fail.set()
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="none left"):
+                stager.wait()
+
+
+def test_a_slot_that_is_made_for_another_file_by_then_is_given_up(monkeypatch):
+    file, memory = file_of({"x": {"w": torch.zeros(1000)}})
+    other, others = file_of({"x": {"w": torch.ones(5000)}})
+    begin = staging._begin
+
+    def interrupted(*arguments):
+        begin(*arguments).wait()
+        raise KeyboardInterrupt
+
+    with stager_of() as stager:
+        monkeypatch.setattr(staging, "_begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stager.prepare(file, memory)
+        monkeypatch.setattr(staging, "_begin", begin)
+        staged = stager.stage(other, others)
+        assert differing(staged, other, others) == []
+        staged.release()
+
+
 def test_another_file_takes_the_place_of_the_slots():
     file, memory = file_of({"x": {"w": torch.zeros(1000)}})
     other, others = file_of({"x": {"w": torch.ones(5000), "v": torch.ones(3)}})

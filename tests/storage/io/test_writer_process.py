@@ -124,7 +124,7 @@ def test_the_last_file_is_kept_in_the_page_cache_and_no_other(tmp_path, process,
         pytest.skip("no direct I/O here: what is written is in the page cache anyway")
 
     def keep(number):
-        process.keep_cached(files[number])
+        process.keep_cached(files[number], starts=True)
         until(lambda: resident_share(files[number]) > 0.9)
 
     keep(0)
@@ -132,7 +132,7 @@ def test_the_last_file_is_kept_in_the_page_cache_and_no_other(tmp_path, process,
     assert not resident_share(files[0])
     files[1].unlink()
     keep(2)
-    process.keep_cached(files[1])
+    process.keep_cached(files[1], starts=True)
     keep(0)
     assert process.write(tmp_path / "d", shared) is not None
     assert (tmp_path / "d").read_bytes() == data
@@ -141,20 +141,20 @@ def test_the_last_file_is_kept_in_the_page_cache_and_no_other(tmp_path, process,
 def test_it_is_started_to_keep_what_others_wrote(tmp_path, process):
     DISK.write_file(tmp_path / "x", bytes(SIZE))
     drop_from_cache(tmp_path / "x")
-    process.keep_cached(tmp_path / "x")
+    process.keep_cached(tmp_path / "x", starts=True)
     until(lambda: resident_share(tmp_path / "x") > 0.9)
 
 
 def test_keeping_a_file_fails_nothing(tmp_path, process, source):
     shared, _ = source
-    process.keep_cached(tmp_path / "none")
+    process.keep_cached(tmp_path / "none", starts=True)
     assert process.write(tmp_path / "x", shared) is not None
     child_of(process).kill()
     child_of(process).wait(20)
-    process.keep_cached(tmp_path / "x")
+    process.keep_cached(tmp_path / "x", starts=True)
     with pytest.warns(RuntimeWarning, match="threads write them from now on"):
         process.write(tmp_path / "y", shared)
-    process.keep_cached(tmp_path / "x")
+    process.keep_cached(tmp_path / "x", starts=True)
     assert process._running is None, "nor is it started again"
 
 
