@@ -32,6 +32,7 @@ from ckptman.storage.format.manifest import read_manifest
 from ckptman.storage.format.paths import MANIFEST
 from ckptman.storage.integrity.folder_check import check_coverage, verify_folder
 from ckptman.storage.io.failure_cause import Trouble, trouble_of_load
+from ckptman.storage.io.threads import preferred
 
 _TROUBLES: dict[Trouble, str] = {
     "shortage": "rank {rank} has not enough memory or open files to load it ({text}): load it on more ranks, ask "
@@ -76,14 +77,15 @@ def load(
     usable.
     """
     watch = watch or Stopwatch()
-    saved = _read_on_all(channel, state, folder, others or OtherWeights(), is_whole=bring is None)
+    with preferred():
+        saved = _read_on_all(channel, state, folder, others or OtherWeights(), is_whole=bring is None)
     trainables = {name: each for name, each in state.items() if isinstance(each, Trainable)}
     for name, each in trainables.items():
         each.expect(saved.values.get(name, {}))
     agree_on_frozen(channel, state)
     fit = Fit(state, saved, channel.rank, accepted, strict=strict, verify=verify)
     together = SharedReads(channel) if bring is None else None
-    with ExitStack() as before:
+    with preferred(), ExitStack() as before:
         before.enter_context(as_before_on_error(state.values()))
         skipped = _match_on_all(channel, fit, folder, accepted, strict, together)
         if bring is not None:
