@@ -54,8 +54,12 @@ def loads(plan: Plan) -> list[Section]:
         for blocks, folder in folders.items():
             calls[f"{CKPTMAN}, {told(threads)}, {blocks}"] = _with_threads(threads, ckptman.load, state, folder)
     sections = [_in_turn(plan, Section("wide_load", "Load from memory, by threads", "s", bytes_of(state)), calls)]
-    if wrong := first_difference(state):
-        raise MeasureError(f"a load gave wrong values: {wrong}")
+    for blocks, folder in folders.items():
+        for tensor in state.values():
+            tensor.zero_()
+        ckptman.load(state, folder)
+        if wrong := first_difference(state):
+            raise MeasureError(f"a load with {blocks} gave wrong values: {wrong}")
     if plan.device == "cuda" and torch.cuda.is_available():
         there = {name: tensor.cuda() for name, tensor in state.items()}
         pinned = {name: tensor.pin_memory() for name, tensor in state.items()}
@@ -67,6 +71,11 @@ def loads(plan: Plan) -> list[Section]:
             calls[f"{CKPTMAN}, {told(threads)}"] = _with_threads(threads, ckptman.load, there, folders[LARGE])
         title = "Load from memory onto the GPU, by threads; raw: into pinned memory, and from there"
         sections.append(_in_turn(plan, Section("wide_load_gpu", title, "s", bytes_of(state)), calls))
+        for tensor in there.values():
+            tensor.zero_()
+        ckptman.load(there, folders[LARGE])
+        if wrong := first_difference({name: tensor.cpu() for name, tensor in there.items()}):
+            raise MeasureError(f"a load onto the GPU gave wrong values: {wrong}")
     sections.append(_beside(plan, state, folders[LARGE], root))
     sections.append(_calls(plan, root))
     shutil.rmtree(root)

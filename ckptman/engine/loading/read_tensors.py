@@ -24,6 +24,8 @@ from ckptman.storage.io.threads import ALIGN_BYTES, SCRATCH, Scratch
 
 PIECE_BYTES = 4 * 1024 * 1024
 """What cannot go straight to its place passes through memory of this size."""
+_STRAIGHT_BYTES = 256 * 1024
+"""Less than this is copied on the host rather than waited for."""
 CONTAINERS_BYTES = 32 * 1024 * 1024
 """Containers that only torch can read are in memory as a whole: so much of them at a time, or one that is larger."""
 NOT_USABLE = "What was to be filled is not usable: it may hold old and new bytes. Load something else into it"
@@ -212,15 +214,17 @@ def _scales(tensor: torch.Tensor) -> tuple[object, ...]:
 class PinnedScratch(Scratch):
     """Scratch that is pinned, as far as that is to be had: a device copies straight from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._buffers: dict[int, torch.Tensor] = {}
         """By address of what was borrowed of each."""
 
     def borrow(self, size_bytes: int) -> memoryview:
-        buffer = buffer_if_any(size_bytes + ALIGN_BYTES) if size_bytes else None
-        if buffer is None:
+        with on_device(self._device):
+            buffer = buffer_if_any(size_bytes) if size_bytes else None
+        inside = -buffer.data_ptr() % ALIGN_BYTES if buffer is not None else 0
+        if buffer is None or len(buffer) < inside + size_bytes:
             return super().borrow(size_bytes)
-        inside = -buffer.data_ptr() % ALIGN_BYTES
         self._buffers[buffer.data_ptr() + inside] = buffer
         return view_of(buffer)[inside : inside + size_bytes]
 
@@ -250,7 +254,7 @@ class Uploader:
         """Copy `source`, whose memory may change when this returns. It is there after `finish`."""
         size = math.prod(source.shape) * source.dtype.itemsize
         with on_device(self._device):
-            if self._scratch.holds(source):  # the threads that read other pieces meanwhile do not wait
+            if size >= _STRAIGHT_BYTES and self._scratch.holds(source):  # others read their pieces meanwhile
                 with self._module.stream(self._stream):
                     put(target, source, non_blocking=True)
                     event = record(self._stream)
@@ -285,7 +289,7 @@ class Uploads:
         if device.type == "cpu":
             return put
         if not isinstance(self.scratch, PinnedScratch):
-            self.scratch = PinnedScratch()
+            self.scratch = PinnedScratch(device)
         if device not in self._uploaders:
             self._uploaders[device] = Uploader(device, self.scratch)
         return self._uploaders[device].put

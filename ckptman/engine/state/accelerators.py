@@ -80,7 +80,7 @@ def _take_buffer(size_bytes: int) -> torch.Tensor:
 
 def give_buffer(buffer: torch.Tensor, event: Any = None) -> None:
     """Give pinned memory back, for use after an event."""
-    if len(_free) < BUFFERS:
+    if len(_free) < BUFFERS and len(buffer) <= BUFFER_BYTES:
         _free.append((buffer, event))
     elif event is not None:
         event.synchronize()

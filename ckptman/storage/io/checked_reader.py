@@ -121,7 +121,9 @@ def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, scratch
         most_bytes = min(COLD_STRIDE_BYTES, _SCRATCH_BYTES // (2 * threads))
     elif cold is False and all(file.is_straight for file in chosen):
         each_bytes = sum(file.wanted_bytes for file in chosen) // (_SPANS_EACH * threads)
-        most_bytes = min(max(each_bytes // STRIDE_BYTES, 1) * STRIDE_BYTES, _WARM_STRIDE_BYTES)
+        most_bytes = min(
+            max(each_bytes // STRIDE_BYTES, 1) * STRIDE_BYTES, _WARM_STRIDE_BYTES, _SCRATCH_BYTES // threads
+        )
     spans: list[tuple[_File, Span]] = []
     for file, ranges in chosen.items():
         stride = stride_of(file.step_bytes, most_bytes)
@@ -156,9 +158,10 @@ def _begins_cold(chosen: Mapping[_File, Sequence[Wanted]]) -> bool | None:
     longest, file = max(ranges, key=lambda found: found[0].bytes, default=(None, None))
     if longest is None or file is None:
         return None
-    stride = stride_of(file.block_bytes, max(longest.bytes // _LOOKS, DIRECT_BYTES))
-    looks = map(file.is_cold, plan([longest], file.block_bytes, file.size_bytes, 0, stride))
-    first = next(looks, None)
+    if longest.bytes < DIRECT_BYTES:
+        return None
+    looks = (file.is_cold_at(longest, number * longest.bytes // _LOOKS) for number in range(_LOOKS))
+    first = next(looks)
     return None if first is False and any(looks) else first
 
 
@@ -198,7 +201,8 @@ def plan(wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int,
     apart: list[Span] = []
 
     def begin(start: int, each: Wanted) -> Span:
-        low, reach = start - start % block, stride if each.bytes >= _LONG_BYTES else min(stride, STRIDE_BYTES)
+        low, short = start - start % block, stride_of(block, STRIDE_BYTES)
+        reach = stride if each.bytes >= _LONG_BYTES else min(stride, short)
         span = Span(low, low - low % reach + reach)
         spans.append(span)
         lows.append(low)
@@ -287,6 +291,13 @@ class _File:
             raise self._flaw(f"has {self.size_bytes} bytes and is to give {each.offset} + {each.bytes} bytes", [each])
         self.is_straight &= each.into is not None
         self.wanted_bytes += each.bytes
+
+    def is_cold_at(self, each: Wanted, position: int) -> bool | None:
+        """Return whether a byte of a range is not in the page cache; None where that cannot be told."""
+        span = Span(each.offset, each.offset + each.bytes)
+        span.parts.append((each.offset, span.limit, each))
+        self._open(span)
+        return self.reader.is_cold(each.offset + position, DIRECT_BYTES)
 
     def is_cold(self, span: Span) -> bool | None:
         """Return whether a large span begins with what is not in the page cache; None where that cannot be told."""

@@ -27,6 +27,7 @@ from ckptman.errors import ConfigError
 THREADS_ENV = "CKPTMAN_IO_THREADS"
 IO_THREADS = 4
 MOST_LOADING_THREADS = 16
+_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 ALIGN_BYTES = 4096
 """What direct I/O wants offsets, sizes and addresses to be a multiple of, on every disk that is in use."""
 STRIDE_BYTES = 4 * 1024 * 1024
@@ -79,7 +80,7 @@ def ranks_on_these_cores(environment: Mapping[str, str] = os.environ) -> int:
     """Return how many ranks may use the same cores as this one: torchrun leaves all cores to each of its ranks, and so
     does Slurm where it binds nobody."""
     is_shared = "TORCHELASTIC_RUN_ID" in environment or cores() == os.cpu_count()
-    counts = [environment.get(name, "") for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")]
+    counts = [environment.get(name, "").partition("(")[0] for name in _LOCAL_RANKS]  # such as 8(x2)
     return next((int(count) for count in counts if count.isdecimal() and int(count)), 1) if is_shared else 1
 
 
@@ -108,9 +109,21 @@ def preferred() -> Iterator[None]:
         yield
     finally:
         with _preferring_lock:
-            before = _preferring.pop()
-            if not _preferring:
-                sys.setswitchinterval(before)
+            if _preferring:  # not in a fork that was made inside
+                before = _preferring.pop()
+                if not _preferring:
+                    sys.setswitchinterval(before)
+
+
+def _as_before_in_fork() -> None:
+    global _preferring_lock
+    _preferring_lock = threading.Lock()
+    if _preferring:
+        sys.setswitchinterval(_preferring[0])
+        _preferring.clear()
+
+
+os.register_at_fork(after_in_child=_as_before_in_fork)
 
 
 def stride_of(block_bytes: int, most_bytes: int = STRIDE_BYTES) -> int:
@@ -126,12 +139,12 @@ class Scratch:
         """Return at least so much. Raises: OSError, MemoryError."""
         if not size_bytes:
             return memoryview(b"")
-        try:
+        with contextlib.suppress(IndexError):
             buffer = _free.pop()
-        except IndexError:
-            buffer = memoryview(b"")
-        enough = len(buffer) >= size_bytes
-        return buffer if enough else aligned_memory(-(-size_bytes // STRIDE_BYTES) * STRIDE_BYTES)
+            if len(buffer) >= size_bytes:
+                return buffer
+            self.give_back(buffer)
+        return aligned_memory(-(-size_bytes // STRIDE_BYTES) * STRIDE_BYTES)
 
     def give_back(self, buffer: memoryview) -> None:
         """Keep it for who comes next, or give it up."""

@@ -145,7 +145,8 @@ class WriterProcess:
         if isinstance(answer, BaseException):
             raise answer
         digests, buffered_because, found = answer
-        if len(digests.blocks) != digests_bytes(source.size_bytes, BLOCK_BYTES):
+        of_this_version = isinstance(digests, Digests)
+        if not of_this_version or len(digests.blocks) != digests_bytes(source.size_bytes, BLOCK_BYTES):
             raise OSError(errno.EIO, "the process that writes is of another version of ckptman", str(path))
         if scan is not None:
             scan.found |= found

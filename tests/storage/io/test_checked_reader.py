@@ -29,7 +29,7 @@ def evict(path):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-SIZE, BLOCKS = 300_001, [512, 4096, 100_000, 1 << 20]
+SIZE, BLOCKS = 300_001, [512, 4096, 96 * KIB, 100_000, 1 << 20, 1 << 30]
 PIECES = st.lists(
     st.tuples(
         st.integers(0, 1),  # the file
@@ -421,8 +421,8 @@ def test_no_more_threads_than_cores_read_what_is_in_the_page_cache(cores, expect
     wanted = [Wanted("x", 0, 4 * MIB, into=memoryview(data))]
     read_wanted(tmp_path, wanted, None, threads=6)
     # It may come from the other end of a network, or only begin there: then a disk is waited for.
-    for is_cold in (lambda *_: None, lambda _, span: span.low >= MIB):
-        monkeypatch.setattr(ranges._File, "is_cold", is_cold)
+    for is_cold in (lambda *_: None, lambda _, each, position: position >= MIB):
+        monkeypatch.setattr(ranges._File, "is_cold_at", is_cold)
         read_wanted(tmp_path, wanted, None, threads=6)
     assert used == [expected if tells_what_is_cached(tmp_path) else 6, 6, 6]
     assert data == (tmp_path / "x").read_bytes()
@@ -446,3 +446,27 @@ def test_scratch_does_not_grow_with_the_threads(tmp_path, monkeypatch, threads):
         read_wanted(tmp_path, [into("x", 0, size, place=place)], digests, threads=threads)
         assert place == (tmp_path / "x").read_bytes()
     assert max(asked) <= 256 * MIB
+
+
+@pytest.mark.parametrize("block", [96 * KIB, 100_000, BLOCK, 3 * MIB, 8 * MIB, 1 << 30])
+@pytest.mark.parametrize("cold", [True, False, None])
+def test_small_ranges_far_inside_a_file_whatever_its_blocks_are(tmp_path, monkeypatch, block, cold):
+    data = random_bytes(21 * MIB)
+    (tmp_path / "x").write_bytes(data)
+    digests = {"x": digests_of(tmp_path / "x", block)}
+    monkeypatch.setattr(ranges, "_begins_cold", lambda _: cold)
+    edges = [(4 * MIB - 10 * KIB, 100_000), (5 * MIB, 1000), (9 * MIB, 9 * MIB), (20 * MIB + 7, 1)]
+    places = [bytearray(size) for _, size in edges]
+    read_wanted(tmp_path, [into("x", *edge, place=place) for edge, place in zip(edges, places)], digests, threads=4)
+    assert places == [data[low : low + size] for low, size in edges]
+
+
+@pytest.mark.parametrize("offset", [0, 64 * KIB, 3 * MIB + 900 * KIB, 4 * MIB - 4096])
+def test_what_is_in_the_page_cache_is_told_wherever_it_begins(tmp_path, offset):
+    (tmp_path / "x").write_bytes(bytes(12 * MIB))
+    if not tells_what_is_cached(tmp_path):
+        pytest.skip("this file system does not tell what is in the page cache")
+    (tmp_path / "x").read_bytes()
+    file = ranges._File(tmp_path / "x", digests_of(tmp_path / "x"))
+    assert ranges._begins_cold({file: [into("x", offset, 4 * MIB)]}) is False
+    file.reader.close()

@@ -38,6 +38,8 @@ def test_the_number_of_threads(monkeypatch):
         (12, 64, {"SLURM_NTASKS_PER_NODE": "4"}, 12),  # bound to its own
         (64, 64, {"SLURM_NTASKS_PER_NODE": "4"}, 16),
         (64, 64, {"SLURM_NTASKS_PER_NODE": "8"}, 8),
+        (64, 64, {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 8),
+        (64, 64, {"OMPI_COMM_WORLD_LOCAL_SIZE": "16"}, 4),
         (32, 64, {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4"}, 8),
         (64, 64, {"LOCAL_WORLD_SIZE": "x", "SLURM_NTASKS_PER_NODE": "0"}, 16),
         (256, 256, {}, 16),
@@ -45,7 +47,7 @@ def test_the_number_of_threads(monkeypatch):
     ],
 )
 def test_a_load_has_a_thread_for_each_core_of_the_rank(mine, machine, environment, expected, monkeypatch):
-    for name in (THREADS_ENV, "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+    for name in (THREADS_ENV, "TORCHELASTIC_RUN_ID", *parallel._LOCAL_RANKS):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -286,6 +288,12 @@ def test_threads_that_compute_give_way_while_a_load_reads():
         with parallel.preferred():
             assert sys.getswitchinterval() < before / 10
         assert sys.getswitchinterval() < before / 10
+    assert sys.getswitchinterval() == before
+    with parallel.preferred():
+        child = os.fork()
+        if not child:
+            os._exit(sys.getswitchinterval() != before or parallel._preferring != [])
+        assert os.waitpid(child, 0)[1] == 0, "a fork computes as before"
     assert sys.getswitchinterval() == before
     with pytest.raises(ValueError, match="x"), parallel.preferred():
         raise ValueError("x")
