@@ -39,7 +39,7 @@ _STEP = "step-0000000001"
 
 
 def loads(plan: Plan) -> list[Section]:
-    """Loads from memory into tensors of the CPU and, where there is one, of a GPU."""
+    """Load from memory into CPU tensors and, if there is a GPU, into tensors on it."""
     state = fill(empty_state(plan.state_bytes))
     root = plan.folder("wide")
     folders = {LARGE: root / "large", SMALL: root / "small"}

@@ -68,7 +68,7 @@ def load(
         verify: check every block that is read.
         others: what to take of the checkpoint of another run.
         bring: `folder` has some of the data files only; called on every rank, it brings those that this one needs.
-        watch: what is told how long the parts take.
+        watch: records how long each part of the load takes.
 
     Returns what was skipped.
 

@@ -282,7 +282,7 @@ class Uploads:
     def __init__(self) -> None:
         self._uploaders: dict[torch.device, Uploader] = {}
         self.scratch: Scratch = SCRATCH
-        """Where what is put is best read to."""
+        """Memory to read into before `put`: pinned if a device is involved."""
 
     def to(self, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """Return what puts memory into a tensor of a device, from any thread. The memory may change when it returns."""

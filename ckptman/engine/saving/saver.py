@@ -91,7 +91,7 @@ class Saver:
         background: copy to host memory, and write from there in a thread.
         overlap: what optimizer steps alone change may still be copied when `save` returns.
         nonfinite: whether a save that holds NaN or infinity is marked, or fails, or nobody looks.
-        keep_warm: have the newest checkpoint in the page cache, where there is memory for it; None: where it is plenty.
+        keep_warm: keep the newest checkpoint in the page cache if memory allows. None: only if memory is plentiful.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Saver:
         """Stage and write. In the background, returns None as soon as the copy is made; `wait` gives the report.
 
         Args:
-            watch: runs since the call began; is told how long the parts of the save take.
+            watch: started when the call began; records how long each part of the save takes.
             memory: where the same copy becomes a checkpoint in memory; `to_disk` False: there alone.
 
         Every rank calls it, after `plan` of a snapshot of this kind. Raises, on every rank alike: CommitError;

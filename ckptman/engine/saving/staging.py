@@ -116,7 +116,7 @@ class Slot:
             return
         runtime, address, until = module.cudart(), self._bytes.data_ptr(), time.monotonic() + seconds
         if not self._pinned:
-            # It holds the memory, which is mapped until the device is told, also where nobody calls close().
+            # The finalizer holds the memory, so it stays mapped until it is unregistered, even without close().
             self._unpin = weakref.finalize(self, _unregister, runtime, device, self._bytes, self._pinned, os.getpid())
             self._unpin.atexit = False  # by then a thread may still copy into it, and the driver gives it up itself
         with on_device(device):
@@ -341,7 +341,7 @@ class Stager:
 
     def _add_slot(self, file: RankFile, kinds: Sequence[Kind]) -> None:
         slot = Slot(file, kinds, self.new_file())
-        if self._file is file:  # not where a Ctrl-C left this one to itself
+        if self._file is file:  # after a Ctrl-C the slots may be for another file by now
             self._slots.append(slot)
             self._freed.notify()
 
@@ -512,7 +512,7 @@ def _allocate(size: int, path: Path | None = None) -> tuple[torch.Tensor, int | 
     except OSError:  # not on every kernel
         memory = aligned_memory(size, shared=True)
     touched = flat(memory)
-    for low in range(0, size, _TOUCH_BYTES):  # by one thread, and in pieces: training goes on meanwhile
+    for low in range(0, size, _TOUCH_BYTES):  # one thread, small pieces: training continues meanwhile
         touched.numpy()[low : low + _TOUCH_BYTES] = 0
     return touched, fd
 
