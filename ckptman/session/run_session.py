@@ -106,6 +106,8 @@ class RunSession:
     """What the journal says of its start."""
     ended: str = ""
     """The state with which it ended; "" while it goes on."""
+    _is_told: bool = False
+    """Whether a watchdog has written how it ended, after which the journal hears no more of it."""
 
     @classmethod
     def open(cls, control: Channel, store: RunStore, run_id: str | None, total_steps: int | None = None) -> RunSession:
@@ -140,7 +142,7 @@ class RunSession:
 
     def note(self, event: str, *, sync: bool = False, **fields: object) -> None:
         """Write an event to the journal; nothing on ranks that are not the leader."""
-        if self.journal is not None:
+        if self.journal is not None and not self._is_told:
             self.journal.record(event, sync=sync, **fields)
 
     def tell(self, line: str) -> None:
@@ -228,6 +230,7 @@ class RunSession:
         journal is still to be told. Trouble on the way is a warning, and does not hide why the attempt ended."""
         self.ended = state
         if state == "failed" and self._failed_already():
+            self._is_told = True
             before_event()
             return
         if self.claim is not None:

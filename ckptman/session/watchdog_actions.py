@@ -174,7 +174,9 @@ class HangReporter:
             session.journal = Journal(journal_path(session.root))
             session.journal.bind(attempt=session.number)
         silent = {"silent_seconds": stall.waited_seconds}
-        session.note("failed", sync=True, step=step, reason=reason, error=STALLED, cause="environment", **silent)
+        session.journal.record(
+            "failed", sync=True, step=step, reason=reason, error=STALLED, cause="environment", **silent
+        )
 
 
 def abort_process_group() -> None:

@@ -393,9 +393,13 @@ def test_what_breaks_because_a_watchdog_ended_a_rank_does_not_hide_why(tmp_path,
         own = checkpointer._session
         if not leads:  # the deputy opens the journal when it speaks for the leader
             own.claim = None
+        for step in (6, 7):  # the journal hears of the first at once, and of the other at the end
+            checkpointer.step(step)
         own.write_outcome("failed", 7, "Stalled: no sign of life; not heard of: rank 3", EXIT_STALLED)
         raise RuntimeError("connection reset")
-    assert "failed" not in [each["event"] for each in read_journal(journal_path(tmp_path))[0]]
+    events = read_journal(journal_path(tmp_path))[0]
+    assert "failed" not in [each["event"] for each in events]
+    assert 7 not in [each.get("step") for each in events], "the watchdog's event is the last"
     found = outcome_of(tmp_path)
     assert (found.reason, found.exit_code) == ("Stalled: no sign of life; not heard of: rank 3", EXIT_STALLED)
     if leads:
