@@ -164,6 +164,8 @@ def read_journal(path: str | os.PathLike[str], most_bytes: int | None = None) ->
     Of a file larger than `most_bytes` (None: `MOST_BYTES`) the last events that fit. Raises: NotFoundError.
     """
     files = []
+    if Path(path).parent.is_symlink():  # what it links to belongs to somebody else
+        raise NotFoundError(f"there is no journal {os.fspath(path)}: {Path(path).parent} is a link: remove it")
     for each in (previous_path(path), Path(path)):
         try:
             files.append(_events(each, MOST_BYTES if most_bytes is None else most_bytes))

@@ -25,6 +25,7 @@ from ckptman.policies.save_policies import SavePolicy
 from ckptman.runtime import journal as journal_module
 from ckptman.runtime.journal import (
     Journal,
+    events_of,
     previous_path,
     read_journal,
     save_seconds,
@@ -511,3 +512,14 @@ def test_an_error_of_a_device_is_told_to_the_chain(tmp_path, monkeypatch, text, 
     with pytest.raises(RuntimeError, match=text), ckptman.Checkpointer(tmp_path / "root", {"a": 1}):
         raise RuntimeError(text)
     assert reported_nodes(outcome) == ({"n7": text} if reported else {})
+
+
+def test_a_journal_in_a_linked_folder_belongs_to_somebody_else(tmp_path):
+    other, root = tmp_path / "other", tmp_path / "root"
+    root.mkdir()
+    Journal(journal_path(other)).record("first_step")
+    journal_path(root).parent.symlink_to(journal_path(other).parent)
+    assert events_of(other)
+    assert not events_of(root)
+    with pytest.raises(NotFoundError, match="is a link: remove it"):
+        read_journal(journal_path(root))
