@@ -23,7 +23,7 @@ from typing import Any
 
 from ckptman.errors import NotFoundError, masked
 from ckptman.policies.crash_loop import crashes_of, suspects
-from ckptman.storage.format.paths import journal_path
+from ckptman.storage.format.paths import journal_path, run_folder
 from ckptman.storage.io.durable_files import DISK, give_to_owner_of, open_new
 from ckptman.storage.io.safe_open import read_end
 
@@ -163,9 +163,9 @@ def read_journal(path: str | os.PathLike[str], most_bytes: int | None = None) ->
 
     Of a file larger than `most_bytes` (None: `MOST_BYTES`) the last events that fit. Raises: NotFoundError.
     """
-    files = []
-    if Path(path).parent.is_symlink():  # what it links to belongs to somebody else
-        raise NotFoundError(f"there is no journal {os.fspath(path)}: {Path(path).parent} is a link: remove it")
+    files, folder = [], Path(path).parent
+    if folder.name == run_folder(Path()).name and folder.is_symlink():  # what it links to belongs to somebody else
+        raise NotFoundError(f"there is no journal {os.fspath(path)}: {folder} is a link: remove it")
     for each in (previous_path(path), Path(path)):
         try:
             files.append(_events(each, MOST_BYTES if most_bytes is None else most_bytes))

@@ -516,6 +516,7 @@ def test_an_error_of_a_device_is_told_to_the_chain(tmp_path, monkeypatch, text, 
 
 def test_a_journal_in_a_linked_folder_belongs_to_somebody_else(tmp_path):
     other, root = tmp_path / "other", tmp_path / "root"
+    other.mkdir()
     root.mkdir()
     Journal(journal_path(other)).record("first_step")
     journal_path(root).parent.symlink_to(journal_path(other).parent)
