@@ -63,7 +63,7 @@ def _simulate(world: int) -> Planned:
     records, table = assemble(described, [unpack(each) for each in files])
     names = [data_name(rank) for rank in range(world)]
     paths = {name: ("model", name) for name, _ in tensors}
-    write_metadata(_Nothing(), records, ChunkTable(records, table), names, {}, paths, "somewhere", "")  # type: ignore[arg-type]
+    write_metadata(_Nothing(), records, ChunkTable(records, table), names, {}, paths)  # type: ignore[arg-type]
     save_seconds = rank_seconds + time.perf_counter() - begun
 
     readers = world * 3000 // 4096

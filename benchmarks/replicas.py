@@ -24,7 +24,7 @@ import ckptman
 from ckptman.engine.comm.control_group import Channel
 from ckptman.engine.comm.replicas import compare_replicas
 from ckptman.engine.saving.write_plan import plan_save
-from ckptman.engine.state.named_state import snapshot
+from ckptman.engine.state.snapshot import snapshot
 
 RANKS = 2
 LIMIT_SECONDS = 600

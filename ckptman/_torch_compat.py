@@ -102,6 +102,39 @@ def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
     return module._buffers
 
 
+_INSIDES = operator.itemgetter(
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"
+)
+
+
+def insides_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Return what the state dict of a module follows from: the dicts of its own parameters, buffers and children, the
+    names of buffers that are not saved, and its hooks. Raises: KeyError (a module that is not built as torch's)."""
+    found: tuple[Any, ...] = _INSIDES(vars(module))
+    return found
+
+
+def is_hook_of_fsdp(hook: Any) -> bool:
+    """Return whether a hook of a state dict is the one by which `fully_shard` puts back the sharded parameters."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+
+
+def has_state_dict_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has hooks that change its state dict."""
+    return bool(optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks)
+
+
+def spec_of(tensor: DTensor) -> object:
+    """Return mesh, placements and global shape of a DTensor."""
+    return tensor._spec
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy many tensors by one call. Raises: RuntimeError, if torch does not copy one of them like that."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
 def is_overlapping(tensor: torch.Tensor) -> bool:
     """Return whether elements of a tensor certainly share memory, so that nothing can be copied into it."""
     return bool(torch._debug_has_internal_overlap(tensor) == 1)

@@ -17,11 +17,11 @@ from ckptman.engine.loading.allowed_mismatches import EVERYTHING, AllowedMismatc
 from ckptman.engine.loading.loader import load as load_checkpoint
 from ckptman.engine.saving.draft import Draft, SaveInfo
 from ckptman.engine.saving.refused_values import warn_of_refused
-from ckptman.engine.saving.write_plan import RankFile, plan_save, signature_of
+from ckptman.engine.saving.write_plan import RankFile, plan_save
 from ckptman.engine.saving.writer import CheckpointWriter, Content
 from ckptman.engine.state.file_layout import pickled
 from ckptman.engine.state.modules import UnwrappedState, unwrap
-from ckptman.engine.state.named_state import Snapshot, snapshot
+from ckptman.engine.state.snapshot import Snapshot, snapshot
 from ckptman.errors import CommitError, CorruptError, NotFoundError, warn_only
 from ckptman.run import at_newest, meant_by
 from ckptman.storage.catalog.reader_lease import held, refuse_gone
@@ -69,14 +69,14 @@ def save(
         agree_on_frozen(channel, state)
         with AllRanks[bool](channel) as is_new:
             shot = snapshot(state, channel.rank, strict=False)
-            is_new.mine = signature_of(shot) not in _COMPARED
+            is_new.mine = shot.signature not in _COMPARED
         file = plan_save(shot, channel)
         if any(is_new.all):
             compared = compare_replicas(channel, shot, file.plan.shared, state)
-            _COMPARED[signature_of(shot)] = compared.replicas
+            _COMPARED[shot.signature] = compared.replicas
             for text in compared.warnings if channel.is_leader else ():
                 warn_only(text)
-        draft.info = replace(draft.info, replicas=_COMPARED[signature_of(shot)])
+        draft.info = replace(draft.info, replicas=_COMPARED[shot.signature])
         _warn_of_refused(shot, file)
         CheckpointWriter().save(channel, draft, Content.of(shot, file, file.memory(shot)))
     except RankFailed as failed:

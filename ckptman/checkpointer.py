@@ -29,8 +29,9 @@ from ckptman.engine.saving.saver import Preflight, Saver
 from ckptman.engine.saving.writer import SaveReport
 from ckptman.engine.state.module_checks import GrownBuffers, refuse_one_way_modules
 from ckptman.engine.state.modules import Trainable, UnwrappedState, module_of
-from ckptman.engine.state.named_state import Snapshot, check_plain_values, is_settled
+from ckptman.engine.state.named_state import is_settled
 from ckptman.engine.state.optimizers import asked_settings, replaced, texts_of
+from ckptman.engine.state.snapshot import Snapshot, check_plain_values
 from ckptman.engine.state.step_record import OptimizerHooks, Recorded, StepRecorder
 from ckptman.engine.state.unsaved_values import SavedPlainValues, UnsavedValues, modules_of_user, optimizers_of_user
 from ckptman.errors import (

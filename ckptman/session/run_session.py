@@ -19,7 +19,8 @@ import torch
 
 from ckptman.engine.comm.control_group import AllRanks, Channel, failing_as_one
 from ckptman.engine.saving.draft import SaveInfo
-from ckptman.engine.state.named_state import Snapshot, mesh_of
+from ckptman.engine.state.named_state import mesh_of
+from ckptman.engine.state.snapshot import Snapshot
 from ckptman.errors import (
     CkptmanError,
     ConfigError,

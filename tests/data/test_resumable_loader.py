@@ -22,7 +22,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckptman
-from ckptman.engine.state.named_state import snapshot
+from ckptman.engine.state.snapshot import snapshot
 from ckptman.errors import ConfigError
 
 SAMPLES = 23

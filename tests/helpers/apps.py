@@ -67,7 +67,7 @@ class App:
 
     def digests(self):
         """A digest of each tensor and value as a whole, the same on every rank and for every sharding."""
-        from ckptman.engine.state.named_state import snapshot
+        from ckptman.engine.state.snapshot import snapshot
 
         shot = snapshot({key: each for key, each in self.state.items() if key != "rng"}, 0)
         found = {name: _digest(tensor) for name, tensor in shot.tensors.items()}

@@ -20,7 +20,7 @@ from ckptman.engine.comm.control_group import AllRanks, Channel, Contribution, f
 from ckptman.engine.state.file_layout import put, view_of
 from ckptman.engine.state.local_shards import Shared, is_plain, local_parts
 from ckptman.engine.state.modules import FrozenPart, Trainable, module_of
-from ckptman.engine.state.named_state import Snapshot
+from ckptman.engine.state.snapshot import Snapshot
 from ckptman.engine.state.tensor_digest import Digester, pieces
 from ckptman.errors import ConfigError
 from ckptman.storage.format.manifest import Replicas

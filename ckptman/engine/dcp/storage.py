@@ -43,7 +43,7 @@ from ckptman.engine.saving.write_plan import Described, lay_out, make_rows, refu
 from ckptman.engine.saving.writer import write_rank_files
 from ckptman.engine.state.file_layout import Image, Layout, PlacedBytes, pickled
 from ckptman.engine.state.local_shards import is_plain
-from ckptman.engine.state.named_state import Snapshot, snapshot_of
+from ckptman.engine.state.snapshot import Snapshot, snapshot_of
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError
 from ckptman.storage.catalog.reader_lease import refuse_gone
 from ckptman.storage.format.chunk_table import pack
@@ -340,9 +340,7 @@ def _describe(placed: list[tuple[WriteItem, PlacedBytes]]) -> tuple[tuple[Descri
     )
 
 
-def _units(
-    snapshot: Snapshot, placed: list[tuple[WriteItem, PlacedBytes]], with_bare_units: bool
-) -> list[dict[str, Any]]:
+def _units(snapshot: Snapshot, placed: list[tuple[WriteItem, PlacedBytes]], with_bare_units: bool) -> list[str]:
     # Of all ranks that hold a part of an entry, the one that writes its first part tells what it is.
     firsts = {
         item.index.fqn
@@ -350,10 +348,10 @@ def _units(
         if _is_object(item) or (item.tensor_data is not None and not any(item.tensor_data.chunk.offsets))
     }
     bare = with_bare_units
-    return [each.as_unit() for each in snapshot.units if not firsts.isdisjoint(each.names) or (bare and not each.names)]
+    return [each.text for each in snapshot.units if not firsts.isdisjoint(each.names) or (bare and not each.names)]
 
 
 def _snapshot_behind(planner: SavePlanner) -> Snapshot:
     flat: dict[str, Any] = getattr(planner, "state_dict", {})
     mappings = getattr(planner, "mappings", None)
-    return snapshot_of(unflattened(flat, mappings) if mappings else flat, strict=())
+    return snapshot_of(unflattened(flat, mappings) if mappings else flat, strict=False)

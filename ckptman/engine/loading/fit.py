@@ -44,16 +44,7 @@ from ckptman.engine.state.local_shards import (
 )
 from ckptman.engine.state.module_checks import prefixes_that_load
 from ckptman.engine.state.modules import FROZEN, Trainable
-from ckptman.engine.state.named_state import (
-    is_named,
-    is_stateful,
-    nested,
-    put_back,
-    rank_key,
-    refs_in,
-    replace_refs,
-    snapshot_of,
-)
+from ckptman.engine.state.named_state import is_named, is_stateful, nested, put_back, rank_key, refs_in, replace_refs
 from ckptman.engine.state.optimizers import (
     GROUPS,
     ORDER,
@@ -63,6 +54,7 @@ from ckptman.engine.state.optimizers import (
     parameters_with_state,
 )
 from ckptman.engine.state.program_faults import naming
+from ckptman.engine.state.snapshot import snapshot_of
 from ckptman.engine.state.tensor_digest import pieces
 from ckptman.errors import ConfigError, plain, warn
 from ckptman.storage.format.value_codec import SEQUENCES, TensorRef, is_leaf, opaque_in, rebuilt

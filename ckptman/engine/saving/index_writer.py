@@ -38,7 +38,7 @@ from ckptman.engine.saving.save_checks import RankEvidence
 from ckptman.engine.saving.write_plan import Described
 from ckptman.runtime.health.rank_report import RankHealth
 from ckptman.storage.format.chunk_table import Chunks, ChunkTable, Ints, Rows, TensorRecord, assemble, unpack
-from ckptman.storage.format.index import Index, Location
+from ckptman.storage.format.index import Location, index_json, to_text
 from ckptman.storage.format.manifest import FileRecord
 from ckptman.storage.format.paths import CHUNKS, INDEX, METADATA, data_name
 from ckptman.storage.io.checksums import BlockDigester, digest_bytes
@@ -49,6 +49,8 @@ VERSION = "1.0.0"
 _SLAB = 65536
 """Chunks that are turned into instructions at a time."""
 _FLUSH_BYTES = 1024 * 1024
+_MOST_KEPT_BYTES = 64 * 1024 * 1024
+"""A larger `.metadata` is composed anew for each save, to save memory."""
 _CLASSES = (ChunkStorageMetadata, MetadataIndex, StorageInfo, torch.Size, TensorStorageMetadata, BytesStorageMetadata)
 _CALL_1, _CALL_2, _CALL_3 = pickle.TUPLE1 + pickle.REDUCE, pickle.TUPLE2 + pickle.REDUCE, pickle.TUPLE3 + pickle.REDUCE
 
@@ -75,7 +77,7 @@ class RankResult:
     rows: bytes | None = None
     own_tensors: tuple[Described, ...] = ()
     objects: dict[str, tuple[int, int]] = field(default_factory=dict)
-    units: list[dict[str, Any]] = field(default_factory=list)
+    units: list[str] = field(default_factory=list)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     buffered_because: str | None = None
     seen: RankEvidence | None = None
@@ -91,7 +93,13 @@ class IndexWriter:
         self._rows: dict[int, Rows] = {}
         self._tensors: list[Described] = []
         self._records: dict[str, TensorRecord] = {}
+        self._records_text = "{}"
         self._table: Ints = np.empty(0, np.int64)
+        self._objects: list[dict[str, tuple[int, int]]] = []
+        self._objects_text = "{}"
+        self._paths: list[Mapping[str, tuple[str | int, ...]]] = []
+        self._metadata: bytes | None = None
+        """`.metadata` but for its end; None: to be composed."""
 
     def write_index(
         self, folder: Path, shared: Sequence[Described], results: Sequence[RankResult]
@@ -108,34 +116,43 @@ class IndexWriter:
             self._tensors = [each for each, _ in tensors]
             renumbered = [_renumber(self._rows[rank], tensors, rank, len(shared)) for rank in range(len(results))]
             self._records, self._table = assemble(self._tensors, renumbered)
-        index = Index(
-            files=[data_name(rank) for rank in range(len(results))],
-            tensors=self._records,
-            objects=_objects(results),
-            tied=sorted({tuple(names): names for each in results for names in each.tied}.values()),
-        )
-        units = [unit for each in results for unit in each.units]
+            self._records_text, self._metadata = to_text(self._records), None
+        if (objects := [each.objects for each in results]) != self._objects:
+            self._objects, self._metadata = objects, None
+            self._objects_text = to_text(_objects(results))
         files = {name: record for each in results for name, record in each.files.items()}
-        chunks = self._table.astype("<i8").tobytes()
-        return files | write_small(folder, {CHUNKS: chunks, INDEX: index.to_json(units)})
+        index = index_json(
+            [data_name(rank) for rank in range(len(results))],
+            self._records_text,
+            self._objects_text,
+            [unit for each in results for unit in each.units],
+            sorted({tuple(names): names for each in results for names in each.tied}.values()),
+        )
+        return files | write_small(folder, {CHUNKS: self._table.astype("<i8").tobytes(), INDEX: index})
 
     def write_metadata(
         self, folder: Path, results: Sequence[RankResult], paths: Mapping[str, tuple[str | int, ...]], final: Path
     ) -> FileRecord:
         """Write `.metadata`, after `write_index`. Raises: OSError."""
+        all_paths = [paths, *(each.paths for each in results)]
+        if all_paths != self._paths:
+            self._paths, self._metadata = all_paths, None
         fd = open_new(folder / METADATA, os.O_WRONLY | os.O_EXCL)
         with open(fd, "wb", buffering=1024 * 1024) as file:
             out = _DigestedFile(file)
-            write_metadata(
-                out,
-                self._records,
-                ChunkTable(self._records, self._table),
-                [data_name(rank) for rank in range(len(results))],
-                _objects(results),
-                {**paths, **{name: path for each in results for name, path in each.paths.items()}},
-                str(final),
-                str(uuid.uuid4()),
-            )
+            if self._metadata is not None:
+                out.write(self._metadata)
+            else:
+                write_metadata(
+                    out,
+                    self._records,
+                    ChunkTable(self._records, self._table),
+                    [data_name(rank) for rank in range(len(results))],
+                    _objects(results),
+                    {name: path for each in all_paths for name, path in each.items()},
+                )
+                self._metadata = out.kept
+            out.write(end_of_metadata(str(final), str(uuid.uuid4())))
             file.flush()
             DISK.sync_file(file.fileno())
         return out.record()
@@ -157,15 +174,24 @@ def _objects(results: Sequence[RankResult]) -> dict[str, Location]:
 
 
 class _DigestedFile:
-    """A stream that passes bytes on and digests them."""
+    """A stream that passes bytes on and digests them. `kept`: what was written so far; None: it was too much."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._digester = BlockDigester()
+        self._parts: list[bytes] | None = []
+
+    @property
+    def kept(self) -> bytes | None:
+        return b"".join(self._parts) if self._parts is not None else None
 
     def write(self, data: bytes | memoryview) -> None:
         self._digester.update(data)
         self._file.write(data)
+        if self._parts is not None:
+            self._parts.append(bytes(data))
+            if self._digester.size_bytes > _MOST_KEPT_BYTES:
+                self._parts = None
 
     def record(self) -> FileRecord:
         return FileRecord(bytes=self._digester.size_bytes, digest=self._digester.finish())
@@ -200,10 +226,9 @@ def write_metadata(
     files: Sequence[str],
     objects: Mapping[str, Location],
     paths: Mapping[str, tuple[str | int, ...]],
-    checkpoint_id: str,
-    save_id: str,
 ) -> None:
-    """Write the pickle of a `Metadata`. `files` by number; `paths`: where each flat name was in the state dict.
+    """Write the pickle of a `Metadata`, all but `end_of_metadata`. `files` by number; `paths`: where each flat name was
+    in the state dict.
 
     Memory: that of the table, and some MB. Leader only.
     """
@@ -238,11 +263,22 @@ def write_metadata(
         info = _text(each.file) + _fragment(each.offset) + _fragment(each.bytes)
         stream.write(stream.the(StorageInfo) + info + _CALL_3 + pickle.SETITEM)
     stream.write(pickle.SETITEM)
-    meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
-    stream.write(_text("storage_meta") + _fragment(meta) + pickle.SETITEM)
-    stream.write(_text("version") + _text(VERSION) + pickle.SETITEM)
-    stream.write(pickle.BUILD + pickle.STOP)
     stream.flush()
+
+
+def end_of_metadata(checkpoint_id: str, save_id: str) -> bytes:
+    """Return the end of the pickle of a `Metadata`: what is another one in each save."""
+    meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
+    return (
+        _text("storage_meta")
+        + _fragment(meta)
+        + pickle.SETITEM
+        + _text("version")
+        + _text(VERSION)
+        + pickle.SETITEM
+        + pickle.BUILD
+        + pickle.STOP
+    )
 
 
 class _Stream:

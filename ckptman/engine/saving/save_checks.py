@@ -27,7 +27,8 @@ from ckptman._torch_compat import full_names
 from ckptman.engine.saving.write_plan import RankFile
 from ckptman.engine.state.file_layout import Image, PlacedBytes
 from ckptman.engine.state.modules import module_of
-from ckptman.engine.state.named_state import Snapshot, parameter_names
+from ckptman.engine.state.named_state import parameter_names
+from ckptman.engine.state.snapshot import Snapshot
 from ckptman.storage.io.checksums import BLOCK_BYTES, DIGEST_BYTES
 from ckptman.storage.io.file_writer import FiniteScan, Range, can_be_infinite
 

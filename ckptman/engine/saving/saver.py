@@ -32,19 +32,16 @@ from ckptman.engine.saving.write_plan import (
     make_rank_file,
     memory_of,
     plan_for,
-    signature_of,
     tables_of_all,
 )
 from ckptman.engine.saving.writer import CheckpointWriter, Committed, Content, FailedStage, Health, SaveReport
+from ckptman.engine.state.kept_parts import PartKeeper
 from ckptman.engine.state.local_shards import refuse_unfillable
-from ckptman.engine.state.named_state import (
+from ckptman.engine.state.named_state import is_named, is_stateful
+from ckptman.engine.state.snapshot import (
     Snapshot,
-    is_named,
-    is_stateful,
-    snapshot,
     told_difference,
     unlike_on_ranks,
-    value_digests,
     value_texts,
 )
 from ckptman.engine.state.step_record import OptimizerHooks, updated_tensors
@@ -120,6 +117,7 @@ class Saver:
         self._keep_warm = keep_warm
         self._neighbours = 1
         """How many ranks this host has, this one included."""
+        self._parts = PartKeeper()
         self._file: RankFile | None = None
         self._replicas: Replicas | None = None
         """What the comparison found that the first save with this plan made."""
@@ -163,15 +161,15 @@ class Saver:
         def look() -> Contribution:
             nonlocal shot, table
             with self._hooks.ignored(), _no_collection():
-                shot = snapshot(state, control.rank)
-            filled = {name for name, value in state.items() if is_named(value) or not is_stateful(value)}
-            for name, tensor in shot.tensors.items():
-                if shot.paths[name][0] in filled:
-                    refuse_unfillable(name, tensor)
-            fits = self._file is not None and self._file.plan.signature == signature_of(shot)
+                shot = self._parts.snapshot(state, control.rank)
+            for part in self._parts.walked:
+                if is_named(state[part.key]) or not is_stateful(state[part.key]):
+                    for name, tensor in part.tensors.items():
+                        refuse_unfillable(name, tensor)
+            fits = self._file is not None and self._file.plan.signature == shot.signature
             table = None if fits else NameTable.of(shot)
             told = of_leader() if control.is_leader else None
-            values = value_digests(shot, state), table.digest if table is not None else ""
+            values = self._parts.digests(shot, state), table.digest if table is not None else ""
             return Contribution(values, None, (self.failed, self.channel.lost, not fits), told)
 
         with failing_as_one():
@@ -211,7 +209,7 @@ class Saver:
             return
         try:
             with AllRanks[None](control):
-                self._stager.prepare(file, file.memory(snapshot))
+                self._stager.prepare(file, file.live_memory(snapshot))
                 self._stager.saves.start()  # now: a save that finds no thread would hold its slot for ever
         except RankFailed as failed:  # out of memory comes in many classes
             self._cannot_stage(failed)
@@ -349,9 +347,9 @@ class Saver:
         try:
             watch = self._writer.watch(step, file, snapshot, state, self._hooks.count)
             finite = self._writer.finite_check(file, snapshot, state)
-            memory = file.memory(snapshot)
             if stager is None:
-                return Content.of(snapshot, file, memory, watch, finite)
+                return Content.of(snapshot, file, file.memory(snapshot), watch, finite)
+            memory = file.live_memory(snapshot)
             names: Collection[str] = updated_tensors(state, snapshot) if self._may_overlap(memory) else ()
             later = {number for number, piece in enumerate(file.pieces) if piece.name in names}
             staged = stager.stage(file, memory, later, memory_of(file.pickled, snapshot.tensors))

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckptman._torch_compat import is_traceable_wrapper_subclass, transform_subclass
+from ckptman._torch_compat import copy_all, is_traceable_wrapper_subclass, transform_subclass
 from ckptman.engine.saving.write_plan import RankFile
 from ckptman.engine.state.accelerators import is_capturing, on_device, record, synchronize, warn_unpinned
 from ckptman.engine.state.file_layout import Image, flat, put, view_of
@@ -92,10 +92,16 @@ class Slot:
         DISK.link(self.path, path)
         return True
 
-    def copy(self, memory: Sequence[torch.Tensor], numbers: Collection[int]) -> None:
+    def copy(self, memory: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
         """Copy the tensors of these numbers into their places; from a device without waiting for it."""
-        for number in numbers:
-            put(self._targets[number], memory[number], non_blocking=True)
+        targets, sources = [self._targets[number] for number in numbers], [memory[number] for number in numbers]
+        with torch.no_grad():  # the sources may be parameters
+            if all(each.device.type == "cpu" for each in sources):
+                with contextlib.suppress(RuntimeError):  # a dtype that is not copied as it is, or inference mode
+                    copy_all(targets, sources)
+                    return
+            for target, source in zip(targets, sources):
+                put(target, source, non_blocking=True)
 
     def close(self) -> None:
         """Give up the memory, of which the device is told first. Nobody copies into it or reads it any more."""
@@ -154,7 +160,7 @@ class Staged:
         """Whether all is copied. Asks no device: during the capture of a graph nobody may."""
         return all(task.done() for task in self._tasks)
 
-    def copy_behind(self, copier: Worker, memory: Sequence[torch.Tensor], numbers: Collection[int]) -> None:
+    def copy_behind(self, copier: Worker, memory: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
         """Have tensors of the CPU copied by a thread."""
         self._copied = copier.submit(self.slot.copy, memory, numbers)
         self._tasks.append(self._copied)

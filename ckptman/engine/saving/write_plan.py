@@ -26,11 +26,11 @@ from ckptman.engine.state.local_shards import (
     describes_shards,
     global_shape,
     is_plain,
-    layout_of,
+    live_part,
     local_parts,
     mesh_of,
 )
-from ckptman.engine.state.named_state import Snapshot
+from ckptman.engine.state.snapshot import Snapshot
 from ckptman.errors import ConfigError
 from ckptman.storage.format.chunk_table import Rows
 
@@ -56,13 +56,15 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class WritePiece:
-    """A box that this rank writes: it begins at row `row` of the local part number `part`."""
+    """A box that this rank writes: all of its local part number `part`; or, if it `is_cut`, what begins at row `row`
+    of that."""
 
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     part: int = 0
     row: int = 0
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,16 +123,6 @@ class NameTable:
         return xxh3_128_hexdigest(repr((self.tensors, self.meshes, sorted(self.loose), self.paths)).encode())
 
 
-def signature_of(snapshot: Snapshot) -> int:
-    """Return a number that changes when the plan would be another one. Means nothing in other processes."""
-    tensors = [
-        (name, each.dtype, each.shape, each.layout, each.device, layout_of(each))
-        for name, each in snapshot.tensors.items()
-    ]
-    units = [(unit.state, str(unit.key)) for unit in snapshot.units]
-    return hash((tuple(tensors), tuple(snapshot.paths.items()), tuple(units)))
-
-
 def plan_save(snapshot: Snapshot, channel: Channel) -> RankFile:
     """Agree with the other ranks who writes what, and lay out the file of this rank. Every rank calls it.
 
@@ -184,7 +176,7 @@ def plan_for(snapshot: Snapshot, tables: Sequence[NameTable], rank: int) -> Writ
                 held.append(LocalShard(name, box, memory.dtype.itemsize, part, is_plain(memory) and not whole))
     units = [number for number, unit in enumerate(snapshot.units) if unit.state not in snapshot.own]
     return WritePlan(
-        signature=signature_of(snapshot),
+        signature=snapshot.signature,
         tensors=tensors,
         own_tensors=tuple(_described(name, each) for name, each in snapshot.tensors.items() if snapshot.is_own(name)),
         pieces=tuple(divide(held, rank)),
@@ -232,7 +224,8 @@ def _length_of_line(line: list[LocalShard], holders: tuple[int, ...], rank: int)
             first, last = (min(max(round((edge - start) * rows / each.bytes), 0), rows) for edge in (low, high))
             if first < last:
                 offsets = (each.box.offsets[0] + first, *each.box.offsets[1:])
-                pieces.append(WritePiece(each.name, offsets, (last - first, *each.box.sizes[1:]), each.part, first))
+                sizes = (last - first, *each.box.sizes[1:])
+                pieces.append(WritePiece(each.name, offsets, sizes, each.part, first, is_cut=sizes != each.box.sizes))
         start = end
     return pieces
 
@@ -318,7 +311,11 @@ class RankFile:
     end: int
 
     def memory(self, snapshot: Snapshot) -> list[torch.Tensor]:
-        """Return the live memory of `pieces`."""
+        """Return the live memory of `pieces`, apart from autograd."""
+        return [each.detach() for each in self.live_memory(snapshot)]
+
+    def live_memory(self, snapshot: Snapshot) -> list[torch.Tensor]:
+        """Return the same as it is: with the parameters themselves."""
         return memory_of(self.pieces, snapshot.tensors)
 
     def special(self, snapshot: Snapshot) -> Iterator[tuple[str, torch.Tensor]]:
@@ -380,12 +377,8 @@ def lay_out(
 
 def memory_of(pieces: Sequence[WritePiece], tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return the memory that this rank writes for each piece, not copied."""
-    known: dict[str, list[torch.Tensor]] = {}
     found = []
     for piece in pieces:
-        if piece.name not in known:
-            known[piece.name] = [each for _, each in local_parts(tensors[piece.name], piece.name)]
-        part = known[piece.name][piece.part]
-        whole = not is_plain(part) or tuple(part.shape) == piece.sizes
-        found.append(part if whole else part.narrow(0, piece.row, piece.sizes[0]))
+        part = live_part(tensors[piece.name], piece.part, piece.name)
+        found.append(part.narrow(0, piece.row, piece.sizes[0]) if piece.is_cut else part)
     return found

@@ -30,7 +30,7 @@ from ckptman.engine.saving.save_checks import (
 from ckptman.engine.saving.staging import Staged
 from ckptman.engine.saving.write_plan import RankFile, memory_of
 from ckptman.engine.state.file_layout import Image, Layout, PlacedBytes, pickled
-from ckptman.engine.state.named_state import Snapshot
+from ckptman.engine.state.snapshot import Snapshot
 from ckptman.errors import RootError
 from ckptman.policies.retention_rules import nonfinite_text
 from ckptman.runtime.health.rank_report import RankHealth
@@ -59,8 +59,8 @@ class Content:
     tensors: Staged | Sequence[torch.Tensor]
     pickled: list[torch.Tensor] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
-    units: list[dict[str, Any]] = field(default_factory=list)
-    own_units: list[dict[str, Any]] = field(default_factory=list)
+    units: list[str] = field(default_factory=list)
+    own_units: list[str] = field(default_factory=list)
     tied: list[list[str]] = field(default_factory=list)
     watch: ParameterFingerprint | None = None
     finite: FiniteCheck | None = None
@@ -81,9 +81,9 @@ class Content:
             tensors,
             special,
             # Now, on the stream of the training: a value may hold tensors that are on a device.
-            {name: _kept(snapshot.objects[name]) for name in file.plan.objects},
-            [snapshot.units[number].as_unit() for number in file.plan.units],
-            [snapshot.units[number].as_unit() for number in file.plan.own_units],
+            _kept_values(snapshot.objects, file.plan.objects),
+            [snapshot.units[number].text for number in file.plan.units],
+            [snapshot.units[number].text for number in file.plan.own_units],
             snapshot.tied,
             watch,
             finite,
@@ -100,9 +100,12 @@ class Content:
         layout = Layout(self.file.end)
         places = [layout.add_bytes(pickled(each)) for each in self.pickled]
         objects = {}
+        known: dict[int, tuple[int, int]] = {}
         for name, value in self.objects.items():
-            place = layout.add_bytes(value if isinstance(value, bytes) else pickled(value))
-            objects[name] = (place.offset, place.bytes)
+            if id(value) not in known:
+                place = layout.add_bytes(value if isinstance(value, bytes) else pickled(value))
+                known[id(value)] = (place.offset, place.bytes)
+            objects[name] = known[id(value)]
         if isinstance(self.tensors, Staged):
             slot = self.tensors.slot
             return Image(layout.literals, slot.memory, slot.fd), places, objects
@@ -264,7 +267,7 @@ def write_rank_files(
     folder: Path,
     rank: int,
     image: Image,
-    own_units: Sequence[Mapping[str, Any]],
+    own_units: Sequence[str],
     write_data: Callable[[Path], Written] | None = None,
 ) -> tuple[RankResult, bytes]:
     """Write the files of one rank, durably; the data file by `write_data` where that is given.
@@ -304,6 +307,15 @@ def _in_draft(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _kept(value: Any) -> Any:
-    """Return what a save keeps of a value: itself, where nobody can change it, or its pickle."""
-    return value if isinstance(value, (int, float, str, bool, type(None))) else pickled(value)
+def _kept_values(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return what a save keeps of values: itself, if nobody can change it, or its pickle. The settings of an optimizer
+    are the same few objects for all of its parameters."""
+    kept: dict[int, Any] = {}
+    found = {}
+    for name in names:
+        value = values[name]
+        if (known := id(value)) not in kept:
+            is_fixed = isinstance(value, (int, float, str, bool, type(None)))
+            kept[known] = value if is_fixed else pickled(value)
+        found[name] = kept[known]
+    return found

@@ -96,6 +96,16 @@ def local_parts(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box,
     return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
 
 
+def live_part(tensor: torch.Tensor, number: int, name: str = "a tensor") -> torch.Tensor:
+    """Return the memory of the local part of that number as it is, for who copies from it without autograd."""
+    kind = type(tensor)
+    if kind in PLAIN and not describes_shards(tensor):
+        return tensor
+    if isinstance(tensor, DTensor) and kind is DTensor and type(local := local_tensor(tensor)) in PLAIN:
+        return local
+    return local_parts(tensor, name)[number][1]
+
+
 def _parts_in_wrapper(
     tensor: DTensor, wrapper: LocalShardsWrapper, holders: tuple[int, ...] | None, name: str
 ) -> list[tuple[Box, torch.Tensor]]:
@@ -115,6 +125,8 @@ def _parts_in_wrapper(
 
 def describes_shards(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is the memory of shards of a larger one, and says which: plain tensors may, too."""
+    if type(tensor) in PLAIN and _DESCRIPTION[0] not in tensor.__dict__:  # hasattr() is slow to find nothing
+        return False
     return all(hasattr(tensor, each) for each in _DESCRIPTION)
 
 

@@ -33,13 +33,13 @@ from ckptman.storage.format.value_codec import SEQUENCES, TensorRef
 GROUPS = "param_groups."
 WHOLE = "state_dict"
 """The entry of an optimizer that is saved as a whole."""
-PLAIN = "ckptman.plain_tensors"
+PLAIN_STATE = "ckptman.plain_tensors"
 """The entry that names the state of sharded parameters that is no DTensor. No optimizer has an entry with a point."""
 ORDER = "ckptman.parameters"
 """The entry beside `WHOLE` that names the parameters in their order."""
-_STATE = "state."
-_NAMES = "param_names"
-"""What a group of an optimizer has besides that was made of named parameters."""
+STATE = "state."
+NO_SETTINGS = ("params", "param_names")
+"""What a group of an optimizer has besides its settings."""
 OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 """What schedules of torch add to the groups of an optimizer."""
 _REMEDY = (
@@ -103,7 +103,7 @@ def get_state(key: str, optimizer: torch.optim.Optimizer, state: Mapping[str, An
     if named is None:
         return {WHOLE: whole, ORDER: names_in_order(optimizer, state)}
     if plain := [entry for entry, each in named.items() if _is_plain_beside_shards(entry, each, parameters)]:
-        named[PLAIN] = plain
+        named[PLAIN_STATE] = plain
     return named
 
 
@@ -135,13 +135,13 @@ def get_state_to_fill(
     if _is_of_another_kind(live, saved):  # it could not use such state
         return live
     parameters = parameters_of(key, optimizer, state)
-    live.pop(PLAIN, None)
-    plain = saved.get(PLAIN, ())
+    live.pop(PLAIN_STATE, None)
+    plain = saved.get(PLAIN_STATE, ())
     if plain:
-        live[PLAIN] = plain
+        live[PLAIN_STATE] = plain
     for entry, value in saved.items():
         is_setting = entry.startswith(GROUPS)
-        parameter = parameters.get(entry.removeprefix(GROUPS if is_setting else _STATE).rpartition(".")[0])
+        parameter = parameters.get(entry.removeprefix(GROUPS if is_setting else STATE).rpartition(".")[0])
         if parameter is None or isinstance(live.get(entry), torch.Tensor) or (is_setting and entry in live):
             continue
         if isinstance(value, TensorRef):
@@ -198,7 +198,7 @@ def as_before_on_error(values: Iterable[object]) -> Iterator[None]:
 
 def parameter_of(entry: str) -> str | None:
     """The parameter that an entry `state.<parameter>.<name>` belongs to; None for other entries."""
-    return entry.removeprefix(_STATE).rpartition(".")[0] if entry.startswith(_STATE) else None
+    return entry.removeprefix(STATE).rpartition(".")[0] if entry.startswith(STATE) else None
 
 
 def _is_of_another_kind(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
@@ -280,9 +280,9 @@ def _by_name(
     for number, held in states.items():
         if number not in name_of or not isinstance(held, dict) or not all(map(_is_name, held)):
             return None
-        found |= {f"{_STATE}{name_of[number]}.{name}": value for name, value in held.items()}
+        found |= {f"{STATE}{name_of[number]}.{name}": value for name, value in held.items()}
     for group in groups:
-        settings = {name: value for name, value in group.items() if name not in ("params", _NAMES)}
+        settings = {name: value for name, value in group.items() if name not in NO_SETTINGS}
         if not all(map(_is_name, settings)):
             return None
         for number in group["params"]:
@@ -300,13 +300,13 @@ def _by_number(
     settings: dict[int, dict[str, Any]] = {}
     besides: dict[str, Any] = {}
     for entry, value in values.items():
-        prefix = next((each for each in (_STATE, GROUPS) if entry.startswith(each)), None)
+        prefix = next((each for each in (STATE, GROUPS) if entry.startswith(each)), None)
         if prefix is None:
-            besides |= {} if entry == PLAIN else {entry: value}
+            besides |= {} if entry == PLAIN_STATE else {entry: value}
             continue
         name, _, key = entry.removeprefix(prefix).rpartition(".")
         if name in parameters:
-            (states if prefix == _STATE else settings).setdefault(id(parameters[name]), {})[key] = value
+            (states if prefix == STATE else settings).setdefault(id(parameters[name]), {})[key] = value
     state: dict[Any, dict[str, Any]] = {}
     groups = []
     for group, live in zip(now["param_groups"], optimizer.param_groups):

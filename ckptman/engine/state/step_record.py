@@ -27,7 +27,8 @@ from ckptman.engine.state.accelerators import is_capturing
 from ckptman.engine.state.generators import RNGState
 from ckptman.engine.state.local_shards import is_dense, local_parts
 from ckptman.engine.state.modules import module_of
-from ckptman.engine.state.named_state import Snapshot, is_stateful
+from ckptman.engine.state.named_state import is_stateful
+from ckptman.engine.state.snapshot import Snapshot
 
 SHARE = 0.02
 """How much of a step recording may take: an object that takes longer is not asked at each step."""

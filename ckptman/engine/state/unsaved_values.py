@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ckptman.engine.state.named_state import Snapshot, added_entries
+from ckptman.engine.state.named_state import added_entries
+from ckptman.engine.state.snapshot import Snapshot
 from ckptman.errors import warn_only
 
 _LIBRARIES = ("torch", "torchmetrics", "transformers", "accelerate", "lightning", "pytorch_lightning", "ckptman")

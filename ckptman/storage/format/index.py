@@ -74,9 +74,9 @@ class Index(BaseModel):
     units: list[Unit] = []
     tied: list[list[str]] = []
 
-    def to_json(self, units: Sequence[Mapping[str, Any]] | None = None) -> bytes:
-        """Return the bytes of `index.json`, with its own units or those that are given."""
-        said = self.model_dump(mode="python") if units is None else {**dict(self), "units": units}
+    def to_json(self) -> bytes:
+        """Return the bytes of `index.json`."""
+        said = self.model_dump(mode="python")
         return _to_json({name: value for name, value in said.items() if value or name != "tied"})
 
 
@@ -182,13 +182,42 @@ def _read(folder: Path, name: str, manifest: Manifest, model: type[M]) -> M:
         raise CorruptError(f"{path} is not what ckptman writes there ({why}); {_remedy(folder)}") from None
 
 
-def values_json(units: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the bytes of a `values-RRRRR.json`."""
-    return _to_json({"format_version": FORMAT_VERSION, "units": units})
+def values_json(units: Sequence[str]) -> bytes:
+    """Return the bytes of a `values-RRRRR.json`, given the texts of its units."""
+    return _checked(f'{{"format_version":{FORMAT_VERSION},"units":{texts_json(units)}}}\n')
+
+
+def index_json(
+    files: Sequence[str], tensors: str, objects: str, units: Sequence[str], tied: Sequence[Sequence[str]]
+) -> bytes:
+    """Return the bytes of `index.json`, of which most is given as text: see `Index`."""
+    fields = {
+        "format_version": str(FORMAT_VERSION),
+        "files": to_text(files),
+        "tensors": tensors,
+        "objects": objects,
+        "units": texts_json(units),
+        **({"tied": to_text(tied)} if tied else {}),
+    }
+    return _checked("{" + ",".join(f'"{name}":{text}' for name, text in fields.items()) + "}\n")
+
+
+def texts_json(texts: Iterable[str]) -> str:
+    """Return the text of a list, given those of its members."""
+    return f"[{','.join(texts)}]"
+
+
+def to_text(value: Any) -> str:
+    """Return the text of a value in an index."""
+    return json.dumps(value, separators=(",", ":"), default=dict)
 
 
 def _to_json(fields: Mapping[str, Any]) -> bytes:
-    data = (json.dumps(fields, separators=(",", ":"), default=dict) + "\n").encode()
+    return _checked(to_text(fields) + "\n")
+
+
+def _checked(text: str) -> bytes:
+    data = text.encode()
     if len(data) > MOST_BYTES:
         raise ConfigError(
             f"the plain values of the state take {len(data):,} bytes as text, and {MOST_BYTES:,} are the most that is "

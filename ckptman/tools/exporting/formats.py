@@ -14,7 +14,7 @@ import torch
 from ckptman._torch_compat import fake_tensors
 from ckptman.engine.loading.box_reader import boxes
 from ckptman.engine.loading.restricted_unpickler import load_plain
-from ckptman.engine.saving.index_writer import write_metadata
+from ckptman.engine.saving.index_writer import end_of_metadata, write_metadata
 from ckptman.engine.saving.write_plan import make_rows
 from ckptman.engine.state.file_layout import Layout, WriteRecorder, in_order, pickled
 from ckptman.engine.state.named_state import replace_refs
@@ -110,16 +110,8 @@ def dcp_files(choice: Choice, final: Path) -> list[FilePlan]:
     described = [(item.name, _name(item.as_dtype), item.shape) for item in choice.items]
     records, table = assemble(described, [make_rows(placed)])
     out = io.BytesIO()
-    write_metadata(
-        out,
-        records,
-        ChunkTable(records, table),
-        [data_name(0)],
-        objects,
-        _paths(choice),
-        str(final),
-        save_id(),
-    )
+    write_metadata(out, records, ChunkTable(records, table), [data_name(0)], objects, _paths(choice))
+    out.write(end_of_metadata(str(final), save_id()))
     return [plan, FilePlan(METADATA, len(out.getvalue()), [(0, out.getvalue())])]
 
 

@@ -24,7 +24,7 @@ from ckptman.engine.comm.replicas import compare_replicas
 from ckptman.engine.saving.staging import Stager
 from ckptman.engine.saving.write_plan import plan_save
 from ckptman.engine.state.local_shards import local_parts
-from ckptman.engine.state.named_state import snapshot
+from ckptman.engine.state.snapshot import snapshot
 from ckptman.engine.state.tensor_digest import Digester
 from ckptman.runtime.journal import read_journal
 from ckptman.storage.format.manifest import read_manifest

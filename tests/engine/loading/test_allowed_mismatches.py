@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import ckptman
 from ckptman.engine.loading.allowed_mismatches import matches, patterns_of
-from ckptman.engine.state.named_state import snapshot
+from ckptman.engine.state.snapshot import snapshot
 from tests.helpers.ranks import run_ranks
 
 

@@ -185,6 +185,9 @@ def test_a_fork_leaves_the_memory_of_a_slot_what_it_is(memfd):
 def failing_put(monkeypatch, at):
     put, calls = staging.put, []
 
+    def one_by_one(*_):
+        raise RuntimeError("copy_ not implemented")
+
     def failing(*args, **options):
         calls.append(1)
         if len(calls) == at:
@@ -192,6 +195,7 @@ def failing_put(monkeypatch, at):
         put(*args, **options)
 
     monkeypatch.setattr(staging, "put", failing)
+    monkeypatch.setattr(staging, "copy_all", one_by_one)
 
 
 @pytest.mark.parametrize("at", [2, 3])

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptman.engine.loading.restricted_unpickler import read_foreign_metadata
 from ckptman.engine.saving import index_writer as module
-from ckptman.engine.saving.index_writer import write_metadata
+from ckptman.engine.saving.index_writer import end_of_metadata, write_metadata
 from ckptman.storage.format.chunk_table import HEAD, ChunkTable, TensorRecord, item_bytes
 from ckptman.storage.format.index import Location
 
@@ -96,7 +96,8 @@ OBJECTS = {
 
 def written(records, table, files, paths):
     out = io.BytesIO()
-    write_metadata(out, records, table, files, OBJECTS, paths, "/ckpt/step-1", "abc")
+    write_metadata(out, records, table, files, OBJECTS, paths)
+    out.write(end_of_metadata("/ckpt/step-1", "abc"))
     return out.getvalue()
 
 
@@ -176,7 +177,7 @@ def test_memory_and_time_do_not_go_by_the_object():
     begin = time.perf_counter()
     tracemalloc.start()
     try:
-        write_metadata(out, records, table, files, {}, {}, "", "")
+        write_metadata(out, records, table, files, {}, {})
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

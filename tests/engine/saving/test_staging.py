@@ -20,7 +20,7 @@ from ckptman.engine.saving import staging, writer
 from ckptman.engine.saving.staging import RESERVE_BYTES, Slot, Stager
 from ckptman.engine.saving.write_plan import plan_save
 from ckptman.engine.saving.writer import CheckpointWriter, Content
-from ckptman.engine.state.named_state import snapshot
+from ckptman.engine.state.snapshot import snapshot
 from ckptman.runtime.journal import read_journal
 from tests.engine.dcp.test_values import bits, noise, shapes_and_views
 from tests.helpers.ranks import run_ranks

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckptman.engine.comm.control_group import Agreement, Failure, RankFailed, failure_of
-from ckptman.engine.saving.write_plan import LocalShard, WritePlan, divide, plan_save, signature_of
+from ckptman.engine.saving.write_plan import LocalShard, WritePlan, divide, plan_save
 from ckptman.engine.state.file_layout import LARGE_BYTES
 from ckptman.engine.state.local_shards import Box
-from ckptman.engine.state.named_state import snapshot
+from ckptman.engine.state.snapshot import snapshot
 from ckptman.errors import ConfigError
 from tests.helpers.ranks import run_ranks
 
@@ -285,7 +285,7 @@ def layouts():
 
 def signatures():
     rank = dist.get_rank()
-    return [[signature_of(snapshot({"x": each}, rank, strict=False)) for each in layouts()] for _ in range(2)]
+    return [[snapshot({"x": each}, rank, strict=False).signature for each in layouts()] for _ in range(2)]
 
 
 @pytest.mark.slow

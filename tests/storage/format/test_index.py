@@ -17,6 +17,7 @@ from ckptman.storage.format.index import (
     ranks_with_values,
     read_digests,
     read_index,
+    to_text,
     values_json,
 )
 from ckptman.storage.format.paths import CHUNKS, INDEX, blocks_name, data_name, new_nonce, step_folder, values_name
@@ -42,7 +43,7 @@ def with_index(root, index, *rows, **others):
 
 def values_of(*units):
     """The plain values that only one rank has, as that rank writes them."""
-    return values_json([unit.model_dump() for unit in units])
+    return values_json([to_text(unit.model_dump()) for unit in units])
 
 
 def index_of(shape=(4,), *, files=(DATA,), count=1):
