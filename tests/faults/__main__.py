@@ -21,6 +21,7 @@ KINDS = {
     "ranks": ("lost_ranks.run", "a rank that dies, is stopped, or has a disk that hangs"),
     "kill": ("kills.run", "`kill -9` at a random moment"),
     "user": ("user.run", "loops that break, raise, exit, fork or nest blocks"),
+    "changes": ("changes.run", "a state that changes between saves and during one"),
     "program": ("program.run", "an object of the program that raises in a restore"),
     "replicas": ("replicas.run", "a bit of a replica differs on one rank"),
     "memory": ("memory.run", "checkpoints in memory: damage, deaths, kills"),

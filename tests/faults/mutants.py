@@ -26,7 +26,7 @@ from ckptman.engine.loading import loader
 from ckptman.engine.loading import read_tensors as reading
 from ckptman.engine.loading import restricted_unpickler as foreign
 from ckptman.engine.saving import saver
-from ckptman.engine.state import named_state, tensor_digest
+from ckptman.engine.state import kept_parts, named_state, tensor_digest
 from ckptman.engine.state import step_record as recorded
 from ckptman.policies import retention_plan
 from ckptman.policies.restore_choice import choose
@@ -267,6 +267,14 @@ def _parsers_let_through():
     index.parse_versioned = lambda path, data: json.loads(data)
 
 
+def _swapped_memory_is_not_noticed():
+    kept_parts._Tensors.are = lambda self, tensors: kept_parts._are_same(tensors, self._refs)
+
+
+def _settings_are_not_compared():
+    kept_parts._is_equal = lambda one, other: True
+
+
 def _the_end_saves_what_is_there():
     @contextlib.contextmanager
     def live(self, then):
@@ -330,6 +338,10 @@ MUTANTS = {
     "ranks wait ten times as long": Mutant(_waits_ten_times_as_long, "ranks", ("hang",), 0.15),
     "errors do not say what to do": Mutant(_errors_without_a_remedy, "files", ("unclear",)),
     "pickles may ask for anything": Mutant(_pickles_run, "hostile", ("code",), 0.25),
+    "memory that was swapped is not noticed": Mutant(
+        _swapped_memory_is_not_noticed, "changes", ("wrong", "other"), 0.3
+    ),
+    "settings are taken from the save before": Mutant(_settings_are_not_compared, "changes", ("wrong",), 0.3),
     "the end of a run saves what is there": Mutant(_the_end_saves_what_is_there, "user", ("wrong",), 0.02),
     "a forked child ends the run": Mutant(_children_end_the_run, "user", ("wrong", "hang", "other"), 0.02),
     "names are not escaped": Mutant(_nothing_escaped, "hostile", ("other",), 0.5),

@@ -162,10 +162,10 @@ class Saver:
             nonlocal shot, table
             with self._hooks.ignored(), _no_collection():
                 shot = self._parts.snapshot(state, control.rank)
-            for part in self._parts.walked:
-                if is_named(state[part.key]) or not is_stateful(state[part.key]):
-                    for name, tensor in part.tensors.items():
-                        refuse_unfillable(name, tensor)
+            filled = [each for each in self._parts.walked if is_named(state[each]) or not is_stateful(state[each])]
+            for part in shot.parts:
+                for name, tensor in part.tensors.items() if part.key in filled else ():
+                    refuse_unfillable(name, tensor)
             fits = self._file is not None and self._file.plan.signature == shot.signature
             table = None if fits else NameTable.of(shot)
             told = of_leader() if control.is_leader else None

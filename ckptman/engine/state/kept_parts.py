@@ -45,8 +45,8 @@ class PartKeeper:
         self._kept: dict[str, _Kept] = {}
         self._modules: list[str] = []
         self._digests: dict[str, tuple[Sequence[Encoded], Digests]] = {}
-        self.walked: list[Part] = []
-        """The parts of the last snapshot that were not kept."""
+        self.walked: list[str] = []
+        """The entries of the last snapshot whose parts were not kept."""
 
     def snapshot(self, state: Mapping[str, Any], rank: int) -> Snapshot:
         """As `ckptman.engine.state.snapshot.snapshot`. Raises: ConfigError."""
@@ -63,12 +63,12 @@ class PartKeeper:
                 part = part_of(name, state, rank)
                 old = _keep(part, state)
                 are_named_alike &= name not in modules
-                self.walked.append(part)
+                self.walked.append(name)
             if old is not None:
                 kept[name] = old
             parts[name] = part
         result = Snapshot([parts[name] for name in state])
-        result.refuse_equal_names(self.walked)
+        result.refuse_equal_names([parts[name] for name in self.walked])
         self._kept = kept
         return result
 
