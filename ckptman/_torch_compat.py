@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import metadata as _dcp_metadata
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptman.errors import ConfigError, RankLostError
 
@@ -50,6 +52,20 @@ get_layout = _get_layout
 """What a pickle of torch asks for to make a `torch.layout`."""
 full_names: Callable[[torch.nn.Module, str], set[str]] = _get_fqns
 """The names of a parameter in a state dict of DCP: without those of wrappers (DDP, compile, activation checkpoints)."""
+
+
+def has_hidden_names(module: torch.nn.Module) -> bool:
+    """Return whether a module in it leaves a part out of the names of its parameters (`full_names`)."""
+    return any(
+        isinstance(each, (DistributedDataParallel, FullyShardedDataParallel))
+        or hasattr(type(each), "_fqn_modifiers")
+        or not _WRAPPED.isdisjoint(each._modules)
+        for each in module.modules()
+    )
+
+
+_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module"}
+"""Under which names compile and activation checkpoints keep what they wrap."""
 local_shape_and_offset = _compute_local_shape_and_global_offset
 """Which part of a DTensor a rank has, told from shape, mesh and coordinate alone."""
 

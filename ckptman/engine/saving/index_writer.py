@@ -38,7 +38,7 @@ from ckptman.engine.saving.save_checks import RankEvidence
 from ckptman.engine.saving.write_plan import Described
 from ckptman.runtime.health.rank_report import RankHealth
 from ckptman.storage.format.chunk_table import Chunks, ChunkTable, Ints, Rows, TensorRecord, assemble, unpack
-from ckptman.storage.format.index import Location, index_json, to_text
+from ckptman.storage.format.index import Location, index_json, objects_json, records_json
 from ckptman.storage.format.manifest import FileRecord
 from ckptman.storage.format.paths import CHUNKS, INDEX, METADATA, data_name
 from ckptman.storage.io.checksums import BlockDigester, digest_bytes
@@ -116,10 +116,10 @@ class IndexWriter:
             self._tensors = [each for each, _ in tensors]
             renumbered = [_renumber(self._rows[rank], tensors, rank, len(shared)) for rank in range(len(results))]
             self._records, self._table = assemble(self._tensors, renumbered)
-            self._records_text, self._metadata = to_text(self._records), None
+            self._records_text, self._metadata = records_json(self._records), None
         if (objects := [each.objects for each in results]) != self._objects:
             self._objects, self._metadata = objects, None
-            self._objects_text = to_text(_objects(results))
+            self._objects_text = objects_json([data_name(rank) for rank in range(len(results))], objects)
         files = {name: record for each in results for name, record in each.files.items()}
         index = index_json(
             [data_name(rank) for rank in range(len(results))],
@@ -233,7 +233,8 @@ def write_metadata(
     Memory: that of the table, and some MB. Leader only.
     """
     stream = _Stream(out)
-    tables = {name: table.chunks(name) for name in tensors}
+    whole = table.whole_tensors()
+    tables = {name: table.chunks(name) for name in tensors if name not in whole}
     folders = stream.remember_all(_text(name) for name in files)
     kinds = {record.dtype: record for record in tensors.values()}
     properties = {dtype: stream.remember(_properties(getattr(torch, dtype))) for dtype in kinds}
@@ -242,7 +243,17 @@ def write_metadata(
 
     stream.write(_global(Metadata) + pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT)
     stream.write(_text("state_dict_metadata") + pickle.EMPTY_DICT)
+    kinds_of_whole: dict[tuple[str, tuple[int, ...]], tuple[bytes, int]] = {}
+    """What describes tensors of one dtype and shape that are one chunk, and the number of its offsets."""
     for name, record in tensors.items():
+        if name in whole:
+            kind = record.dtype, record.shape
+            if kind not in kinds_of_whole:
+                kinds_of_whole[kind] = stream.whole(properties[record.dtype], record.shape)
+            names[name] = stream.put(_text(name))
+            described, places[name] = kinds_of_whole[kind]
+            stream.write(described)
+            continue
         sizes, which = _sizes(tables[name])
         boxes = stream.remember_all(stream.size(size) for size in sizes)
         names[name] = stream.put(_text(name))
@@ -257,10 +268,13 @@ def write_metadata(
     stream.write(_text("planner_data") + _fragment(dict(paths)) + pickle.SETITEM)
     stream.write(_text("storage_data") + pickle.EMPTY_DICT)
     for name in tensors:
-        stream.storage(tables[name], names[name], places[name], folders)
+        if name in whole:
+            stream.whole_storage(whole[name], names[name], places[name], folders)
+        else:
+            stream.storage(tables[name], names[name], places[name], folders)
     for name, each in objects.items():
         stream.write(stream.the(MetadataIndex) + _get(names[name]) + _CALL_1)
-        info = _text(each.file) + _fragment(each.offset) + _fragment(each.bytes)
+        info = _text(each.file) + _integer(each.offset) + _integer(each.bytes)
         stream.write(stream.the(StorageInfo) + info + _CALL_3 + pickle.SETITEM)
     stream.write(pickle.SETITEM)
     stream.flush()
@@ -344,6 +358,21 @@ class _Stream:
         self._remembered += len(offsets)
         return first
 
+    def whole(self, properties: int, shape: Sequence[int]) -> tuple[bytes, int]:
+        """Remember the offsets of a tensor that is one chunk. Returns what completes the entry of each such tensor,
+        after its name, and the number of the offsets."""
+        offsets, sizes = self.remember(self.size([0] * len(shape))), self.remember(self.size(shape))
+        chunk = self.the(ChunkStorageMetadata) + _get(offsets) + _get(sizes) + _CALL_2
+        described = self.the(TensorStorageMetadata) + _get(properties) + _get(sizes)
+        return described + pickle.EMPTY_LIST + chunk + pickle.APPEND + _CALL_3 + pickle.SETITEM, offsets
+
+    def whole_storage(self, place: tuple[int, int, int], name: int, offsets: int, files: int) -> None:
+        """Write where a tensor lies that is one chunk: file, offset and bytes."""
+        file, offset, size = place
+        key = self.the(MetadataIndex) + _get(name) + _get(offsets) + _integer(0) + _CALL_3
+        info = self.the(StorageInfo) + _get(files + file) + _integer(offset) + _integer(size) + _CALL_3
+        self.write(key + info + pickle.SETITEM)
+
     def storage(self, chunks: Chunks, name: int, offsets: int, files: int) -> None:
         """Where the chunks lie: pairs for the dictionary that is on top of the stack."""
         for begin in range(0, len(chunks), _SLAB):
@@ -395,6 +424,13 @@ def _number(values: NDArray[np.int64]) -> Field:
     if low >= -(2**31) and high < 2**31:
         return pickle.BININT, "<i4", values
     return pickle.LONG1 + bytes([8]), "<i8", values
+
+
+def _integer(number: int) -> bytes:
+    """Return one integer."""
+    if 0 <= number < 2**31:
+        return pickle.BININT + struct.pack("<i", number)
+    return _fragment(number)
 
 
 def _getter(numbers: NDArray[np.int64]) -> Field:

@@ -23,10 +23,9 @@ import torch
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
-from ckptman._torch_compat import full_names
 from ckptman.engine.saving.write_plan import RankFile
 from ckptman.engine.state.file_layout import Image, PlacedBytes
-from ckptman.engine.state.modules import module_of
+from ckptman.engine.state.modules import module_of, named_in_full
 from ckptman.engine.state.named_state import parameter_names
 from ckptman.engine.state.snapshot import Snapshot
 from ckptman.storage.io.checksums import BLOCK_BYTES, DIGEST_BYTES
@@ -210,9 +209,9 @@ def _parameter_names(state: Mapping[str, Any], optimizers: Sequence[torch.optim.
         f"{key}.{each}"
         for key, value in state.items()
         if (module := module_of(value)) is not None
-        for name, parameter in module.named_parameters(remove_duplicate=False)
+        for names, parameter in named_in_full(module)
         if parameter.requires_grad and (not optimizers or id(parameter) in known)
-        for each in full_names(module, name)
+        for each in names
     }
 
 

@@ -169,7 +169,7 @@ class Saver:
             fits = self._file is not None and self._file.plan.signature == shot.signature
             table = None if fits else NameTable.of(shot)
             told = of_leader() if control.is_leader else None
-            values = self._parts.digests(shot, state), table.digest if table is not None else ""
+            values = self._parts.digests(shot), table.digest if table is not None else ""
             return Contribution(values, None, (self.failed, self.channel.lost, not fits), told)
 
         with failing_as_one():
@@ -351,7 +351,7 @@ class Saver:
                 return Content.of(snapshot, file, file.memory(snapshot), watch, finite)
             memory = file.live_memory(snapshot)
             names: Collection[str] = updated_tensors(state, snapshot) if self._may_overlap(memory) else ()
-            later = {number for number, piece in enumerate(file.pieces) if piece.name in names}
+            later = {number for number, piece in enumerate(file.pieces) if piece.name in names} if names else set()
             staged = stager.stage(file, memory, later, memory_of(file.pickled, snapshot.tensors))
             content = Content.of(snapshot, file, staged, watch, finite)
         except BaseException as error:

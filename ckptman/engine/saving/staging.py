@@ -96,7 +96,7 @@ class Slot:
         """Copy the tensors of these numbers into their places; from a device without waiting for it."""
         targets, sources = [self._targets[number] for number in numbers], [memory[number] for number in numbers]
         with torch.no_grad():  # the sources may be parameters
-            if all(each.device.type == "cpu" for each in sources):
+            if all(each.device.type == "cpu" for each in sources[:1]):  # all are on the host, or none is
                 with contextlib.suppress(RuntimeError):  # a dtype that is not copied as it is, or inference mode
                     copy_all(targets, sources)
                     return
@@ -335,8 +335,8 @@ class Stager:
             with contextlib.suppress(RuntimeError):  # no thread: then it waits for the first
                 self._making = _begin(self._add_another, file, [_kind(each) for each in memory])
         self._freed.wait_for(lambda: any(self._is_free(slot) for slot in self._reclaimed()))
-        slot, device = next(slot for slot in self._slots if self._is_free(slot)), _device_of(memory)
-        if device is not None and not slot.is_pinned:
+        slot = next(slot for slot in self._slots if self._is_free(slot))
+        if not slot.is_pinned and (device := _device_of(memory)) is not None:
             # Here, where the training waits: it may be capturing a graph at any other time, and nobody may pin then.
             self._pin(slot, device, math.inf)
         return slot
@@ -391,14 +391,16 @@ class Stager:
         self, staged: Staged, memory: Sequence[torch.Tensor], later: AbstractSet[int], special: Sequence[torch.Tensor]
     ) -> None:
         copies: dict[int, torch.Tensor] = {}
-        for device in dict.fromkeys(each.device for each in (*memory, *special) if each.device.type != "cpu"):
+        on_host: Sequence[int] = range(len(memory))
+        if devices := dict.fromkeys(each.device for each in (*memory, *special) if each.device.type != "cpu"):
+            on_host = [number for number in on_host if memory[number].device.type == "cpu"]
+        for device in devices:
             self._copy_from(device, staged, memory, later, special, copies)
-        on_host = [number for number, each in enumerate(memory) if each.device.type == "cpu"]
-        if behind := [number for number in on_host if number in later]:
+        if behind := [number for number in on_host if number in later] if later else []:
             staged.copy_behind(self._copier, memory, behind)
         if later and staged.events:
             staged.arrive_behind()
-        staged.slot.copy(memory, [number for number in on_host if number not in later])
+        staged.slot.copy(memory, [number for number in on_host if number not in later] if behind else on_host)
         staged.special = [copies[number] if number in copies else _private(each) for number, each in enumerate(special)]
         if not later:
             staged.arrive()

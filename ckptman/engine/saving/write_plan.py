@@ -7,7 +7,6 @@ belongs to no mesh; ranks that have the same names send no more than a digest of
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,13 +25,14 @@ from ckptman.engine.state.local_shards import (
     describes_shards,
     global_shape,
     is_plain,
+    is_whole,
     live_part,
     local_parts,
     mesh_of,
 )
 from ckptman.engine.state.snapshot import Snapshot
 from ckptman.errors import ConfigError
-from ckptman.storage.format.chunk_table import Rows
+from ckptman.storage.format.chunk_table import Rows, pack
 
 Path = tuple[str | int, ...]
 Described = tuple[str, str, tuple[int, ...]]
@@ -247,6 +247,8 @@ class _Holders:
         return having if ranks is None or ranks == having else tuple(rank for rank in ranks if rank in having)
 
     def of(self, name: str) -> tuple[int, ...]:
+        if len(self._tables) == 1 and name in next(iter(self._tables.values())).loose:
+            return self._everyone
         which = frozenset(each for each, table in self._tables.items() if name in table.loose)
         if which not in self._known:
             self._known[which] = tuple(sorted(rank for each in which for rank in self._ranks[each]))
@@ -291,8 +293,7 @@ def _shard_name(name: str, box: Box) -> str:
 
 
 def _unit_name(snapshot: Snapshot, number: int) -> str:
-    unit = snapshot.units[number]
-    return "unit " + json.dumps([unit.state, unit.key])
+    return "unit " + snapshot.units[number].head
 
 
 @dataclass(frozen=True)
@@ -322,14 +323,23 @@ class RankFile:
         """Return name and memory of each piece that is pickled."""
         return zip((piece.name for piece in self.pickled), memory_of(self.pickled, snapshot.tensors))
 
-    def rows(self, pickled: Sequence[PlacedBytes]) -> Rows:
-        """Return the rows of the chunk table for everything in the file, given where the pickled ones are this time."""
+    def packed_rows(self, pickled: Sequence[PlacedBytes]) -> bytes:
+        """Return the rows of the chunk table for everything in the file, packed, given where the pickled pieces are
+        this time."""
+        return self._packed_rows if not pickled else self._pack(pickled)
+
+    @cached_property
+    def _packed_rows(self) -> bytes:
+        return self._pack(())
+
+    def _pack(self, pickled: Sequence[PlacedBytes]) -> bytes:
         described = [*self.plan.tensors, *self.plan.own_tensors]
         number = {name: i for i, (name, _, _) in enumerate(described)}
-        return make_rows(
+        rows = make_rows(
             (number[piece.name], piece.offsets, piece.sizes, place)
             for piece, place in zip((*self.pieces, *self.pickled), (*self.places, *pickled))
         )
+        return pack(rows)
 
 
 def make_rows(entries: Iterable[tuple[int, Sequence[int], Sequence[int], PlacedBytes]]) -> Rows:
@@ -379,6 +389,7 @@ def memory_of(pieces: Sequence[WritePiece], tensors: Mapping[str, torch.Tensor])
     """Return the memory that this rank writes for each piece, not copied."""
     found = []
     for piece in pieces:
-        part = live_part(tensors[piece.name], piece.part, piece.name)
+        tensor = tensors[piece.name]
+        part = tensor if is_whole(tensor) else live_part(tensor, piece.part, piece.name)
         found.append(part.narrow(0, piece.row, piece.sizes[0]) if piece.is_cut else part)
     return found

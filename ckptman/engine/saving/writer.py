@@ -34,7 +34,6 @@ from ckptman.engine.state.snapshot import Snapshot
 from ckptman.errors import RootError
 from ckptman.policies.retention_rules import nonfinite_text
 from ckptman.runtime.health.rank_report import RankHealth
-from ckptman.storage.format.chunk_table import pack
 from ckptman.storage.format.index import values_json
 from ckptman.storage.format.manifest import FileRecord, Nonfinite
 from ckptman.storage.format.paths import (
@@ -75,6 +74,7 @@ class Content:
         finite: FiniteCheck | None = None,
     ) -> Content:
         """Return the content of a snapshot. Nothing in it but `tensors` changes with the state, if they are staged."""
+        units = [each.text for each in snapshot.units]
         special = tensors.special if isinstance(tensors, Staged) else memory_of(file.pickled, snapshot.tensors)
         return cls(
             file,
@@ -82,8 +82,8 @@ class Content:
             special,
             # Now, on the stream of the training: a value may hold tensors that are on a device.
             _kept_values(snapshot.objects, file.plan.objects),
-            [snapshot.units[number].text for number in file.plan.units],
-            [snapshot.units[number].text for number in file.plan.own_units],
+            [units[number] for number in file.plan.units],
+            [units[number] for number in file.plan.own_units],
             snapshot.tied,
             watch,
             finite,
@@ -99,13 +99,12 @@ class Content:
             self.tensors.wait()
         layout = Layout(self.file.end)
         places = [layout.add_bytes(pickled(each)) for each in self.pickled]
-        objects = {}
-        known: dict[int, tuple[int, int]] = {}
-        for name, value in self.objects.items():
-            if id(value) not in known:
-                place = layout.add_bytes(value if isinstance(value, bytes) else pickled(value))
-                known[id(value)] = (place.offset, place.bytes)
-            objects[name] = known[id(value)]
+        distinct = dict(zip(map(id, self.objects.values()), self.objects.values()))
+        known = {}
+        for number, value in distinct.items():
+            place = layout.add_bytes(value if isinstance(value, bytes) else pickled(value))
+            known[number] = place.offset, place.bytes
+        objects = dict(zip(self.objects, map(known.__getitem__, map(id, self.objects.values()))))
         if isinstance(self.tensors, Staged):
             slot = self.tensors.slot
             return Image(layout.literals, slot.memory, slot.fd), places, objects
@@ -219,7 +218,7 @@ class CheckpointWriter:
             result.nonfinite = tuple(sorted(scan.found)[:MOST_NAMES])
             self._refuse_nonfinite(result.nonfinite)
         result.seen = self._stale_saves.compare(content.watch, image, places, blocks)
-        before, self._rows = self._rows, pack(content.file.rows(places))
+        before, self._rows = self._rows, content.file.packed_rows(places)
         result.rows = None if self._leader_has_rows and self._rows == before else self._rows
         plan = content.file.plan
         result.own_tensors, result.paths = plan.own_tensors, dict(plan.own_paths)
@@ -310,12 +309,10 @@ def _in_draft(folder: Path) -> Iterator[None]:
 def _kept_values(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return what a save keeps of values: itself, if nobody can change it, or its pickle. The settings of an optimizer
     are the same few objects for all of its parameters."""
-    kept: dict[int, Any] = {}
-    found = {}
-    for name in names:
-        value = values[name]
-        if (known := id(value)) not in kept:
-            is_fixed = isinstance(value, (int, float, str, bool, type(None)))
-            kept[known] = value if is_fixed else pickled(value)
-        found[name] = kept[known]
-    return found
+    found = list(map(values.__getitem__, names))
+    distinct = dict(zip(map(id, found), found))
+    kept = {known: each if isinstance(each, _FIXED) else pickled(each) for known, each in distinct.items()}
+    return dict(zip(names, map(kept.__getitem__, map(id, found))))
+
+
+_FIXED = (int, float, str, bool, type(None))

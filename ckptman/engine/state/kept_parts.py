@@ -24,7 +24,7 @@ from ckptman.engine.state.exact_load import optimizers_in
 from ckptman.engine.state.local_shards import is_plain
 from ckptman.engine.state.modules import module_of
 from ckptman.engine.state.optimizers import GROUPS, NO_SETTINGS, PLAIN_STATE, STATE, parameters_of
-from ckptman.engine.state.snapshot import Encoded, Part, Snapshot, part_of, text_of, value_digests
+from ckptman.engine.state.snapshot import Digested, Part, Snapshot, part_of, text_of
 from ckptman.storage.format.value_codec import encode
 
 Digests = dict[tuple[str, str], str]
@@ -44,7 +44,7 @@ class PartKeeper:
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
         self._modules: list[str] = []
-        self._digests: dict[str, tuple[Sequence[Encoded], Digests]] = {}
+        self._digested: dict[str, Digested] = {}
         self.walked: list[str] = []
         """The entries of the last snapshot whose parts were not kept."""
 
@@ -63,6 +63,7 @@ class PartKeeper:
                 part = part_of(name, state, rank)
                 old = _keep(part, state)
                 are_named_alike &= name not in modules
+                self._digested[name] = Digested(part, state[name])
                 self.walked.append(name)
             if old is not None:
                 kept[name] = old
@@ -72,17 +73,9 @@ class PartKeeper:
         self._kept = kept
         return result
 
-    def digests(self, shot: Snapshot, state: Mapping[str, Any]) -> Digests:
-        """Return `value_digests` of all parts of the last snapshot."""
-        known, self._digests = self._digests, {}
-        found: Digests = {}
-        for part in shot.parts:
-            units, digests = known.get(part.key, (None, {}))
-            if units is not part.units:
-                digests = value_digests(part, state[part.key])
-            self._digests[part.key] = part.units, digests
-            found |= digests
-        return found
+    def digests(self, shot: Snapshot) -> Digests:
+        """Return digests of the plain values of the last snapshot that every rank should have alike."""
+        return {key: each for part in shot.parts for key, each in self._digested[part.key].digests(part).items()}
 
 
 def _keep(part: Part, state: Mapping[str, Any]) -> _Kept | None:

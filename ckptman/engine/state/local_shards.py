@@ -96,12 +96,14 @@ def local_parts(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box,
     return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
 
 
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is plain memory, all of which this rank has."""
+    return type(tensor) in PLAIN and _DESCRIPTION[0] not in tensor.__dict__
+
+
 def live_part(tensor: torch.Tensor, number: int, name: str = "a tensor") -> torch.Tensor:
     """Return the memory of the local part of that number as it is, for who copies from it without autograd."""
-    kind = type(tensor)
-    if kind in PLAIN and not describes_shards(tensor):
-        return tensor
-    if isinstance(tensor, DTensor) and kind is DTensor and type(local := local_tensor(tensor)) in PLAIN:
+    if isinstance(tensor, DTensor) and type(tensor) is DTensor and type(local := local_tensor(tensor)) in PLAIN:
         return local
     return local_parts(tensor, name)[number][1]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from xxhash import xxh3_128_hexdigest
 
-from ckptman._torch_compat import full_names, versions_of
+from ckptman._torch_compat import full_names, has_hidden_names, versions_of
 from ckptman.engine.state.file_layout import put
 from ckptman.engine.state.local_shards import local_parts
 from ckptman.engine.state.tensor_digest import Digester, components
@@ -126,9 +126,9 @@ class Trainable:
     def note_trained(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Note that what optimizers have state of was trained. It may be frozen by now."""
         updated = {id(parameter) for each in optimizers for parameter, held in each.state.items() if held}
-        for name, each in self.module.named_parameters(remove_duplicate=False):
+        for names, each in named_in_full(self.module):
             if id(each) in updated:
-                self._trained |= full_names(self.module, name)
+                self._trained.update(names)
 
     def frozen_changed(self) -> bool:
         """Return whether frozen parameters have been changed, or are others, since they were digested."""
@@ -178,12 +178,11 @@ class Trainable:
         """Return the names of what is frozen now, and note what is not as trained."""
         frozen: set[str] = set()
         watched = []
-        for name, each in self.module.named_parameters(remove_duplicate=False):
-            names = full_names(self.module, name)
+        for names, each in named_in_full(self.module):
             if each.requires_grad:
-                self._trained |= names
+                self._trained.update(names)
             else:
-                frozen |= names
+                frozen.update(names)
                 watched += [each] if self._trained.isdisjoint(names) else []
         self._watched = watched
         return frozen
@@ -203,6 +202,14 @@ def load_module(module: torch.nn.Module, values: dict[str, Any], *, strict: bool
     """Give a module what `module_state` gave, by its own `load_state_dict()`, whatever arguments that takes."""
     with _taking_keywords(module):
         set_model_state_dict(module, values, options=StateDictOptions(strict=strict))
+
+
+def named_in_full(module: torch.nn.Module) -> Iterator[tuple[Collection[str], torch.nn.Parameter]]:
+    """Yield each parameter of a module, once for each place that has it, with the names that its state dict has for it
+    there: several for a parameter that others were flattened into."""
+    is_plain = not has_hidden_names(module)
+    for name, each in module.named_parameters(remove_duplicate=False):
+        yield (name,) if is_plain else full_names(module, name), each
 
 
 def loads_as_a_whole(module: torch.nn.Module) -> bool:

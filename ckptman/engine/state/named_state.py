@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from ckptman._torch_compat import full_names
 from ckptman.engine.state.exact_load import loading_exactly
-from ckptman.engine.state.modules import Trainable, is_prepared_loader, load_module, module_state
+from ckptman.engine.state.modules import Trainable, is_prepared_loader, load_module, module_state, named_in_full
 from ckptman.engine.state.optimizers import (
     ORDER,
     get_state,
@@ -115,7 +115,7 @@ def is_settled(state: Mapping[str, Any]) -> bool:
 
 def parameter_names(module: torch.nn.Module) -> set[str]:
     """The names of a module's parameters as its state dict has them; what else is in there are buffers."""
-    return {each for name, _ in module.named_parameters(remove_duplicate=False) for each in full_names(module, name)}
+    return {name for names, _ in named_in_full(module) for name in names}
 
 
 def added_entries(key: str, module: torch.nn.Module, names: Iterable[str]) -> list[str]:

@@ -23,10 +23,9 @@ from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim.lr_scheduler import LRScheduler
 from xxhash import xxh3_128_hexdigest
 
-from ckptman._torch_compat import full_names
 from ckptman.engine.state.exact_load import load_exactly, optimizers_in
 from ckptman.engine.state.local_shards import empty_in_order
-from ckptman.engine.state.modules import module_of
+from ckptman.engine.state.modules import module_of, named_in_full
 from ckptman.errors import ConfigError
 from ckptman.storage.format.value_codec import SEQUENCES, TensorRef
 
@@ -231,10 +230,10 @@ def _known_parameters(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 
 def _named(module: torch.nn.Module, wanted: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the wanted parameters of a module by all of their names, as its state dict has them."""
-    for name, each in module.named_parameters(remove_duplicate=False):
+    for names, each in named_in_full(module):
         if id(each) in wanted:
-            for full in full_names(module, name):
-                yield full, each
+            for name in names:
+                yield name, each
 
 
 def _refuse_lost_optimizers(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from json.encoder import encode_basestring_ascii
@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from xxhash import xxh3_128_hexdigest
 
-from ckptman._torch_compat import full_names
 from ckptman.engine.state.file_layout import LARGE_BYTES
 from ckptman.engine.state.local_shards import is_dense, layout_of, memory_order, refuse_lazy
-from ckptman.engine.state.modules import module_of
+from ckptman.engine.state.modules import module_of, named_in_full
 from ckptman.engine.state.named_state import (
     differs_on_ranks,
     is_named,
@@ -34,6 +33,7 @@ from ckptman.errors import ConfigError
 from ckptman.storage.format.value_codec import SEQUENCES, array_ref, encode, is_leaf, tensor_ref
 
 _JSON = json.JSONEncoder(separators=(",", ":"))
+_CONSTANTS = {None: "null", True: "true", False: "false"}
 _SHOWN = 80
 """Characters of a value in a message."""
 _BELOW_A_BYTE = frozenset(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
@@ -155,7 +155,7 @@ class Snapshot:
 
     def is_own(self, name: str) -> bool:
         """Return whether a flat name belongs to something that each rank saves for itself."""
-        return self.paths[name][0] in self.own
+        return bool(self.own) and self.paths[name][0] in self.own
 
     def refuse_equal_names(self, walked: Sequence[Part]) -> None:
         """Refuse that two entries give the same flat name, one of which is among those. Raises: ConfigError."""
@@ -235,7 +235,12 @@ def _part(name: str, value: Any, *, strict: bool) -> Part:
 
 def text_of(encoded: Any) -> str:
     """Return the JSON text of an encoded value."""
-    return encode_basestring_ascii(encoded) if type(encoded) is str else _JSON.encode(encoded)
+    kind = type(encoded)
+    if kind is str:
+        return encode_basestring_ascii(encoded)
+    if kind is float or kind is int:
+        return repr(encoded)
+    return _CONSTANTS[encoded] if encoded is None or kind is bool else _JSON.encode(encoded)
 
 
 def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -259,11 +264,10 @@ def check_plain_values(state: Mapping[str, Any]) -> None:
 
 def _tied_in(module: torch.nn.Module) -> list[list[str]]:
     """Return the names of each parameter that a module has in several places."""
-    places: dict[int, list[str]] = {}
-    for name, each in module.named_parameters(remove_duplicate=False):
-        places.setdefault(id(each), []).append(name)
-    tied = (names for names in places.values() if len(names) > 1)
-    return [sorted(each for name in names for each in full_names(module, name)) for names in tied]
+    places: dict[int, list[Collection[str]]] = {}
+    for names, each in named_in_full(module):
+        places.setdefault(id(each), []).append(names)
+    return [sorted(name for names in found for name in names) for found in places.values() if len(found) > 1]
 
 
 def unlike_on_ranks(digests: Sequence[dict[tuple[str, str], str]]) -> tuple[str, int, int] | None:
@@ -298,20 +302,26 @@ def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def value_digests(part: Part, target: object) -> dict[tuple[str, str], str]:
-    """Return a digest of the plain values of an entry, if every rank should have it alike. The values of an optimizer:
-    if ranks have them for the same parameters, which are a part of the key."""
-    if not isinstance(target, torch.optim.Optimizer):
-        if is_named(target) or differs_on_ranks(target) or not part.units:
-            return {}
-        return {(part.key, ""): _digest([each.text for each in part.units])}
-    kinds: dict[str, list[Encoded]] = {}
-    for unit in part.units:
-        kinds.setdefault(unit.key.partition(".")[0] if type(unit.key) is str else "", []).append(unit)
-    return {
-        (part.key, kind and _digest([each.head for each in units])): _digest([each.text for each in units])
-        for kind, units in kinds.items()
-    }
+class Digested:
+    """What of the plain values of an entry every rank should have alike. The values of an optimizer: if ranks have them
+    for the same parameters, which are a part of the key."""
+
+    def __init__(self, part: Part, target: object) -> None:
+        self._places: dict[tuple[str, str], list[int]] = {}
+        """The numbers of the units, by the key of their digest."""
+        kinds: dict[str, list[int]] = {}
+        if isinstance(target, torch.optim.Optimizer):
+            for number, unit in enumerate(part.units):
+                kinds.setdefault(unit.key.partition(".")[0] if type(unit.key) is str else "", []).append(number)
+        elif part.units and not is_named(target) and not differs_on_ranks(target):
+            kinds[""] = [*range(len(part.units))]
+        for kind, numbers in kinds.items():
+            self._places[part.key, kind and _digest([part.units[each].head for each in numbers])] = numbers
+
+    def digests(self, part: Part) -> dict[tuple[str, str], str]:
+        """Return a digest of each, of a part that has the same units with values of now."""
+        units = part.units
+        return {key: _digest([units[each].text for each in numbers]) for key, numbers in self._places.items()}
 
 
 def _digest(texts: Sequence[str]) -> str:

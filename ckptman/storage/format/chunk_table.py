@@ -189,6 +189,23 @@ class ChunkTable:
             self._last = name, Chunks(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], *boxes, record.axis)
         return self._last[1]
 
+    def whole_tensors(self) -> dict[str, tuple[int, int, int]]:
+        """Return file, offset and bytes of each tensor that is one chunk, as most small tensors are, by name."""
+        if isinstance(self._rows, RowFile):
+            return {}
+        found: dict[str, tuple[int, int, int]] = {}
+        alike: dict[int, list[str]] = {}
+        for name, record in self._tensors.items():
+            if record.count == 1:
+                alike.setdefault(len(record.shape), []).append(name)
+        for dims, names in alike.items():
+            starts = np.array([self._tensors[name].start for name in names], np.int64)
+            rows = self._rows[starts[:, None] + np.arange(HEAD + 2 * dims)]
+            is_whole = _are_whole(rows, [self._tensors[name].shape for name in names])
+            places = rows[:, :3].tolist()
+            found |= {name: tuple(place) for name, place, whole in zip(names, places, is_whole.tolist()) if whole}
+        return found
+
     def check(self, files: Sequence[tuple[str, int]], names: Iterable[str] | None = None) -> None:
         """Raises: CorruptError where a row of a tensor (of these; None: of any) cannot be; KeyError.
 
@@ -329,10 +346,21 @@ def assemble(
             bodies[dims][target, 0] = file
 
     records: dict[str, TensorRecord] = {}
-    for (name, dtype, shape), first, count, start in zip(tensors, firsts.tolist(), counts.tolist(), starts.tolist()):
-        axis = _arrange(bodies[len(shape)][first : first + count], shape, name)
+    whole = np.zeros(len(tensors), np.bool_)
+    for dims, body in bodies.items():
+        own = np.flatnonzero((dims_of == dims) & (counts == 1))
+        whole[own] = _are_whole(body[firsts[own]], [tensors[number][2] for number in own.tolist()])
+    places = zip(tensors, firsts.tolist(), counts.tolist(), starts.tolist(), whole.tolist())
+    for (name, dtype, shape), first, count, start, is_whole in places:
+        axis = 0 if is_whole else _arrange(bodies[len(shape)][first : first + count], shape, name)
         records[name] = TensorRecord(dtype=dtype, shape=shape, start=start, count=count, axis=axis)
     return records, table
+
+
+def _are_whole(rows: Ints, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.bool_]:
+    """Return which chunks, of tensors of as many dimensions, are all of their tensors."""
+    boxes = np.array([(*[0] * len(shape), *shape) for shape in shapes], np.int64).reshape(len(rows), rows.shape[1] - HEAD)
+    return np.array((rows[:, HEAD:] == boxes).all(axis=1), np.bool_)
 
 
 def _worth(rows: Ints, dims: int, bare: NDArray[np.bool_]) -> Ints:
@@ -344,8 +372,6 @@ def _worth(rows: Ints, dims: int, bare: NDArray[np.bool_]) -> Ints:
 def _arrange(rows: Ints, shape: tuple[int, ...], name: str) -> int:
     """Sort the rows of a tensor in their place, and return the axis. Raises: ValueError."""
     dims = len(shape)
-    if len(rows) == 1 and rows[0, HEAD:].tolist() == [*[0] * dims, *shape]:
-        return 0
     offsets, sizes = rows[:, HEAD : HEAD + dims], rows[:, HEAD + dims :]
     places = [np.unique(offsets[:, dim]) for dim in range(dims)]
     order = sorted(range(dims), key=lambda dim: -len(places[dim]))

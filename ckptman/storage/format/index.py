@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -200,6 +201,28 @@ def index_json(
         **({"tied": to_text(tied)} if tied else {}),
     }
     return _checked("{" + ",".join(f'"{name}":{text}' for name, text in fields.items()) + "}\n")
+
+
+def records_json(records: Mapping[str, TensorRecord]) -> str:
+    """Return the text of the records of tensors."""
+    kinds = {(at.dtype, at.shape): to_text({"dtype": at.dtype, "shape": at.shape})[:-1] for at in records.values()}
+    return _object_json(
+        (name, f'{kinds[at.dtype, at.shape]},"start":{at.start},"count":{at.count},"axis":{at.axis}}}')
+        for name, at in records.items()
+    )
+
+
+def objects_json(files: Sequence[str], places: Sequence[Mapping[str, tuple[int, int]]]) -> str:
+    """Return the text of where pickles lie: in each file, by name, offset and bytes."""
+    return _object_json(
+        (name, f'{{"file":"{file}","offset":{offset},"bytes":{size}}}')
+        for file, each in zip(files, places)
+        for name, (offset, size) in each.items()
+    )
+
+
+def _object_json(members: Iterable[tuple[str, str]]) -> str:
+    return f"{{{','.join([f'{encode_basestring_ascii(name)}:{text}' for name, text in members])}}}"
 
 
 def texts_json(texts: Iterable[str]) -> str:
