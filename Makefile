@@ -95,6 +95,7 @@ bench: $(BENCH)
 	$(BIN)/python benchmarks/prune_10000.py
 	$(BIN)/python benchmarks/save_20000.py
 	$(BIN)/python benchmarks/replicas.py
+	$(BIN)/python benchmarks/many_tensors.py
 	$(BIN)/python -m benchmarks
 
 clean:

@@ -268,7 +268,7 @@ def _parsers_let_through():
 
 
 def _swapped_memory_is_not_noticed():
-    kept_parts._Tensors.are = lambda self, tensors: kept_parts._are_same(tensors, self._refs)
+    kept_parts._Tensors.are = lambda self, tensors: list(map(id, tensors)) == self._ids
 
 
 def _settings_are_not_compared():

@@ -209,7 +209,7 @@ class Saver:
             return
         try:
             with AllRanks[None](control):
-                self._stager.prepare(file, file.live_memory(snapshot))
+                self._stager.prepare(file, file.memory(snapshot))
                 self._stager.saves.start()  # now: a save that finds no thread would hold its slot for ever
         except RankFailed as failed:  # out of memory comes in many classes
             self._cannot_stage(failed)
@@ -349,7 +349,7 @@ class Saver:
             finite = self._writer.finite_check(file, snapshot, state)
             if stager is None:
                 return Content.of(snapshot, file, file.memory(snapshot), watch, finite)
-            memory = file.live_memory(snapshot)
+            memory = file.memory(snapshot)  # apart from the parameters: `p.data = ...` must not change what is copied
             names: Collection[str] = updated_tensors(state, snapshot) if self._may_overlap(memory) else ()
             later = {number for number, piece in enumerate(file.pieces) if piece.name in names} if names else set()
             staged = stager.stage(file, memory, later, memory_of(file.pickled, snapshot.tensors))

@@ -60,6 +60,7 @@ class Slot:
         self.path = path if path is not None and path.exists() else None
         self.memory = view_of(self._bytes)
         self.free = True
+        self._copies_at_once = True
         for start, data in file.literals:
             self.memory[start : start + len(data)] = data
         self._targets = []
@@ -97,9 +98,12 @@ class Slot:
         targets, sources = [self._targets[number] for number in numbers], [memory[number] for number in numbers]
         with torch.no_grad():  # the sources may be parameters
             if all(each.device.type == "cpu" for each in sources[:1]):  # all are on the host, or none is
-                with contextlib.suppress(RuntimeError):  # a dtype that is not copied as it is, or inference mode
-                    copy_all(targets, sources)
-                    return
+                try:
+                    if self._copies_at_once:
+                        copy_all(targets, sources)
+                        return
+                except RuntimeError:  # a dtype that is not copied as it is, or inference mode
+                    self._copies_at_once = False
             for target, source in zip(targets, sources):
                 put(target, source, non_blocking=True)
 

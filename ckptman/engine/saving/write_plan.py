@@ -26,7 +26,6 @@ from ckptman.engine.state.local_shards import (
     global_shape,
     is_plain,
     is_whole,
-    live_part,
     local_parts,
     mesh_of,
 )
@@ -312,11 +311,7 @@ class RankFile:
     end: int
 
     def memory(self, snapshot: Snapshot) -> list[torch.Tensor]:
-        """Return the live memory of `pieces`, apart from autograd."""
-        return [each.detach() for each in self.live_memory(snapshot)]
-
-    def live_memory(self, snapshot: Snapshot) -> list[torch.Tensor]:
-        """Return the same as it is: with the parameters themselves."""
+        """Return the memory of `pieces` as it is now: not that which a parameter is given later."""
         return memory_of(self.pieces, snapshot.tensors)
 
     def special(self, snapshot: Snapshot) -> Iterator[tuple[str, torch.Tensor]]:
@@ -390,6 +385,6 @@ def memory_of(pieces: Sequence[WritePiece], tensors: Mapping[str, torch.Tensor])
     found = []
     for piece in pieces:
         tensor = tensors[piece.name]
-        part = tensor if is_whole(tensor) else live_part(tensor, piece.part, piece.name)
+        part = tensor.detach() if is_whole(tensor) else local_parts(tensor, piece.name)[piece.part][1]
         found.append(part.narrow(0, piece.row, piece.sizes[0]) if piece.is_cut else part)
     return found

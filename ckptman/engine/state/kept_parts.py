@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptman._torch_compat import has_state_dict_hooks, insides_of, is_hook_of_fsdp, local_tensor, spec_of
 from ckptman.engine.state.exact_load import optimizers_in
-from ckptman.engine.state.local_shards import is_plain
+from ckptman.engine.state.local_shards import describes_shards, is_plain
 from ckptman.engine.state.modules import module_of
 from ckptman.engine.state.optimizers import GROUPS, NO_SETTINGS, PLAIN_STATE, STATE, parameters_of
 from ckptman.engine.state.snapshot import Digested, Part, Snapshot, part_of, text_of
@@ -107,18 +107,25 @@ class _UnkeepableError(Exception):
 
 
 class _Tensors:
-    """Tensors, without keeping them alive, and what tells whether they and their memory are as before."""
+    """What tells whether tensors and their memory are as before.
+
+    They are not kept alive. They are known by their ids: torch swaps no tensor that has a weak reference. An id that is
+    given again does no harm, as tensors are found by their place, and all lists of them are compared at once: of two
+    lists that are as before, what was one tensor in both is one.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._refs = list(map(weakref.ref, tensors))
+        self._ids = list(map(id, tensors))
         self._forms = _forms(tensors)
         local = [local_tensor(each) if type(each) is DTensor else each for each in tensors]
         if not all(is_plain(each) and (each.data_ptr() or not each.numel()) for each in local):
             raise _UnkeepableError
+        if any(map(describes_shards, tensors)):
+            raise _UnkeepableError
 
     def are(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether these are the very tensors, in this order, with the memory that they had."""
-        return _are_same(tensors, self._refs) and _forms(tensors) == self._forms
+        return list(map(id, tensors)) == self._ids and _forms(tensors) == self._forms
 
 
 def _are_same(values: Sequence[object], refs: Sequence[weakref.ref[Any]]) -> bool:
@@ -186,7 +193,7 @@ def _inside(modules: Iterable[Any]) -> tuple[list[Any], list[torch.Tensor], list
     children: list[torch.nn.Module] = []
     for module in modules:
         parameters, buffers, inner, transient, after, before = insides_of(module)
-        layout += (type(module), len(parameters), len(buffers), tuple(transient), len(after), len(before))
+        layout += (type(module), len(parameters), len(buffers), tuple(transient), tuple(after), tuple(before))
         layout += ("state_dict" in vars(module), "_save_to_state_dict" in vars(module))
         for held in (parameters, buffers):
             for name, each in held.items():
@@ -208,7 +215,7 @@ class _KeptOptimizer:
             raise _UnkeepableError
         self._root = weakref.ref(optimizer)
         self._layout, parameters, values = _inside_optimizer(optimizer)
-        self._parameters = list(map(weakref.ref, parameters))
+        self._parameters = list(map(id, parameters))
         self._held = [number for number, each in enumerate(values) if isinstance(each, torch.Tensor)]
         self._tensors = _Tensors([values[number] for number in self._held])
         self._plain = {number: each for number, each in enumerate(values) if not isinstance(each, torch.Tensor)}
@@ -225,7 +232,7 @@ class _KeptOptimizer:
 
     def again(self, value: Any) -> Part | None:
         layout, parameters, values = _inside_optimizer(value)
-        if value is not self._root() or layout != self._layout or not _are_same(parameters, self._parameters):
+        if value is not self._root() or layout != self._layout or list(map(id, parameters)) != self._parameters:
             return None
         if not self._tensors.are([values[number] for number in self._held]):
             return None

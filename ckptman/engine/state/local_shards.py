@@ -101,13 +101,6 @@ def is_whole(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN and _DESCRIPTION[0] not in tensor.__dict__
 
 
-def live_part(tensor: torch.Tensor, number: int, name: str = "a tensor") -> torch.Tensor:
-    """Return the memory of the local part of that number as it is, for who copies from it without autograd."""
-    if isinstance(tensor, DTensor) and type(tensor) is DTensor and type(local := local_tensor(tensor)) in PLAIN:
-        return local
-    return local_parts(tensor, name)[number][1]
-
-
 def _parts_in_wrapper(
     tensor: DTensor, wrapper: LocalShardsWrapper, holders: tuple[int, ...] | None, name: str
 ) -> list[tuple[Box, torch.Tensor]]:

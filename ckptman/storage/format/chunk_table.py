@@ -359,7 +359,9 @@ def assemble(
 
 def _are_whole(rows: Ints, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.bool_]:
     """Return which chunks, of tensors of as many dimensions, are all of their tensors."""
-    boxes = np.array([(*[0] * len(shape), *shape) for shape in shapes], np.int64).reshape(len(rows), rows.shape[1] - HEAD)
+    boxes = np.array([(*[0] * len(shape), *shape) for shape in shapes], np.int64).reshape(
+        len(rows), rows.shape[1] - HEAD
+    )
     return np.array((rows[:, HEAD:] == boxes).all(axis=1), np.bool_)
 
 

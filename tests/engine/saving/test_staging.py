@@ -22,6 +22,7 @@ from ckptman.engine.saving.write_plan import plan_save
 from ckptman.engine.saving.writer import CheckpointWriter, Content
 from ckptman.engine.state.snapshot import snapshot
 from ckptman.runtime.journal import read_journal
+from ckptman.storage.format.paths import step_folder
 from tests.engine.dcp.test_values import bits, noise, shapes_and_views
 from tests.helpers.ranks import run_ranks
 
@@ -319,6 +320,29 @@ def test_what_may_be_copied_later_is_waited_for_before_a_change(monkeypatch):
             assert differing(staged, file, [torch.full((1000,), step)] * 2) == []
             staged.release()
             monkeypatch.undo()
+
+
+def test_data_that_is_swapped_while_it_is_copied_is_not_saved(tmp_path, monkeypatch):
+    """As for an evaluation on averaged weights, right after a save; the second one takes over names from the first."""
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    kept = model.weight.detach().clone()
+    with ckptman.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}, overlap=True) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(1)
+        checkpointer.wait()
+        held = HeldUp(monkeypatch)
+        checkpointer.save(2)
+        model.weight.data = torch.full((300, 300), 7.0)
+        held.go.set()
+        checkpointer.wait()
+        monkeypatch.undo()
+    for step in (1, 2):
+        saved = {"model.weight": torch.zeros(300, 300)}
+        ckptman.load(saved, tmp_path / step_folder(step))
+        assert torch.equal(saved["model.weight"], kept), f"step {step}"
 
 
 def test_a_slot_is_not_free_while_what_was_to_be_copied_later_is_copied(monkeypatch):

@@ -107,6 +107,19 @@ def test_it_keeps_nothing_alive():
     assert [each() for each in gone] == [None] * len(gone)
 
 
+def test_torch_can_swap_parameters():
+    """Which it does to DTensors, and to all if it is told to; it swaps none that has a weak reference."""
+    state, keeper = make_state(), PartKeeper()
+    check(keeper, state)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        state["net"].double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    check(keeper, state)
+    check(keeper, state)
+
+
 @pytest.mark.parametrize("layers", [50])
 def test_calls_for_each_tensor_of_a_snapshot_that_changes_bytes(layers):
     """Calls of Python functions, which cost what they cost on any machine."""
