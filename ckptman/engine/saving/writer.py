@@ -99,12 +99,10 @@ class Content:
             self.tensors.wait()
         layout = Layout(self.file.end)
         places = [layout.add_bytes(pickled(each)) for each in self.pickled]
-        distinct = dict(zip(map(id, self.objects.values()), self.objects.values()))
-        known = {}
-        for number, value in distinct.items():
+        objects = {}
+        for name, value in self.objects.items():
             place = layout.add_bytes(value if isinstance(value, bytes) else pickled(value))
-            known[number] = place.offset, place.bytes
-        objects = dict(zip(self.objects, map(known.__getitem__, map(id, self.objects.values()))))
+            objects[name] = (place.offset, place.bytes)
         if isinstance(self.tensors, Staged):
             slot = self.tensors.slot
             return Image(layout.literals, slot.memory, slot.fd), places, objects
